@@ -112,8 +112,7 @@ class MuonKernels(FusedKernels):
         self._dtype, self._tile = PRODUCT_DTYPES[dtype], best_tile(matrices, dtype)
         iterations = max((len(matrix.polynomials) for matrix in matrices), default=0)
 
-        # The result must be in `found`, so the number of iterations decides in which of the two buffers the direction
-        # starts.
+        # The result must be in `found`, so an odd number of iterations starts with the direction in `other`.
         slack = self._tile * max((matrix.padded[1] for matrix in matrices), default=0)  # tiles reach past the last
         squares = [_padded(matrix.side) ** 2 for matrix in matrices]
         self._shares = optimizer.shares

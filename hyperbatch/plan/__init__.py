@@ -1,1 +1,1 @@
-"""Gradient group plans, and predictions of their cost on a cluster, without torch."""
+"""Plans gradient groups and predicts their cost on a cluster, without torch."""

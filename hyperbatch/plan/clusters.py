@@ -1,7 +1,7 @@
 """Machine files: a cluster in TOML, with the unit in each field's name and a source for each figure.
 
-    hyperbatch simulate sony_resnet50 --cluster abci              a file of `machines/`, by name
-    hyperbatch simulate sony_resnet50 --cluster my_cluster.toml   your own
+    hyperbatch simulate sony_resnet50 --cluster abci              a built-in file of `machines/`, by name
+    hyperbatch simulate sony_resnet50 --cluster my_cluster.toml   your own file
 
 A quantity may be given in any unit of its kind: `bandwidth_gbit_per_s = 100` or `bandwidth_bytes_per_s = 12.5e9`.
 `docs/simulator.md` lists the fields.
@@ -27,8 +27,8 @@ from hyperbatch.vocabulary import PRECISION_DTYPE, is_foreign
 
 FOLDER = Path(__file__).parent / "machines"
 LINKS = ("intra", "inter")
-MOST_OF_A_COUNT, MOST = 1e9, 1e24  # in SI units; beyond them predictions overflow
-BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")  # of TOML
+MOST_OF_A_COUNT, MOST = 1e9, 1e24  # upper limits in SI units; larger values would overflow in predictions
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")  # the keys that TOML allows without quotes
 
 UNITS: dict[str, dict[str, float]] = {
     "bandwidth": {"bytes_per_s": 1.0, "gbyte_per_s": 1e9, "gbit_per_s": 1e9 / 8, "mbit_per_s": 1e6 / 8},
@@ -43,12 +43,15 @@ UNITS["times"] = UNITS["time"]
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """One entry of a section. `kind`: a row of UNITS, or "count", "fraction", "number", "text", "flag", "choices";
-    "times" and "texts" are lists, the first with a unit of time."""
+    """One entry of a section.
+
+    kind: a row of UNITS, or "count", "fraction", "number", "text", "flag" or "choices". "times" and "texts" are lists,
+    and "times" has a unit of time.
+    """
 
     kind: str
     required: bool = True
-    zero: bool = False  # whether 0 makes sense
+    zero: bool = False  # whether 0 is allowed
     choices: tuple[str, ...] = ()
 
 
@@ -134,8 +137,11 @@ def load_cluster(name_or_file: str | Path) -> Cluster:
 
 
 def cluster_of_device(device: str) -> Cluster | None:
-    """A built-in cluster of the GPU that calls itself so ("NVIDIA H200"), the smallest that is not rented by the hour
-    where there are several; `local` for "", which is a CPU."""
+    """Finds the built-in cluster whose GPU has this name (such as "NVIDIA H200").
+
+    If there are several, returns the smallest one without an hourly price, if any. "" stands for a CPU and returns
+    `local`.
+    """
     if not device:
         return load_cluster("local")
     words = set(re.findall(r"[A-Za-z]+[0-9]+", device.upper()))
@@ -146,7 +152,7 @@ def cluster_of_device(device: str) -> Cluster | None:
 
 
 def parse_cluster(values: Mapping[str, Any], *, name: str, where: str) -> Cluster:
-    """The cluster a machine file's tables describe; InputError names the field that is wrong."""
+    """Returns the cluster that the tables of a machine file describe. InputError names the invalid field."""
     tables = dict(values)
     sources = tables.pop("sources", {})
     if not isinstance(sources, dict):
@@ -202,9 +208,10 @@ def parse_cluster(values: Mapping[str, Any], *, name: str, where: str) -> Cluste
 
 
 def fitted_overhead(points: Sequence[Measured]) -> float:
-    """What does not shrink with the batch, per layer and pass, from one device's speeds at several batches.
+    """Estimates a layer's time per pass that does not shrink with the batch, from a device's speeds at several batches.
 
-    The intercept of step time against batch, least squares; 0 where no model was measured at two batches.
+    It is the intercept of a least-squares line through step time against batch; 0 if no model was measured at two
+    batches.
     """
     found = []
     for model, precision in sorted({(point.model, point.precision) for point in points if point.devices == 1}):
@@ -266,7 +273,7 @@ def format_machine_file(cluster: Cluster) -> str:
 
 
 def _toml_block(title: str, values: Mapping[str, Any]) -> str:
-    # A JSON text, number, list or boolean is the same in TOML, and so is a key that needs quotes.
+    # JSON writes texts, numbers, lists and booleans as TOML does, and also keys that need quotes.
     known = [(key, value) for key, value in values.items() if value is not None]
     lines = [f"{key if BARE_KEY.fullmatch(key) else json.dumps(key)} = {json.dumps(value)}" for key, value in known]
     return "\n".join([*([title] if title else []), *lines, ""])
@@ -288,8 +295,10 @@ def _link(values: dict[str, Any]) -> Link:
 
 
 def _known_rows(rows: list[Any], where: str) -> Iterator[tuple[str, Any]]:
-    """(place in the file, row), without rows of timm's or own models that the user has not asked for: a file must not
-    make code run."""
+    """Yields (place in the file, row).
+
+    Rows of timm's or the user's own models are skipped unless the user has named the model: a file must not run code.
+    """
     for i, row in enumerate(rows):
         model = row.get("model") if isinstance(row, dict) else None
         if not isinstance(model, str) or not is_foreign(model) or has_table(model):
@@ -317,7 +326,7 @@ def _profile(row: Any, where: str) -> Profile:
 
 
 def _run(row: Any, section: str, where: str) -> dict[str, Any]:
-    """The fields of a run that was measured: its model and precision must be known ones."""
+    """Reads the fields of a measured run. Its model and precision must be known."""
     if not isinstance(row, dict):
         raise InputError(f"machine file {where}: is not a table")
     values = _read(row, section, where)
@@ -338,7 +347,7 @@ def _check_possible(point: Measured, peak_flop_per_s: float, where: str) -> None
 
 
 def _read(values: Mapping[str, Any], section: str, where: str) -> dict[str, Any]:
-    """Every entry as a number in SI units, a text or a list; each checked, none unknown, none missing."""
+    """Reads all entries as numbers in SI units, texts or lists. Unknown, invalid and missing fields are InputErrors."""
     fields = _SECTIONS[section]
     out: dict[str, Any] = {}
     for key, value in values.items():
@@ -354,7 +363,7 @@ def _read(values: Mapping[str, Any], section: str, where: str) -> dict[str, Any]
 
 
 def _match(key: str, fields: Mapping[str, _Field], where: str) -> tuple[str, float]:
-    """The field a key names and what its unit is worth: the longest field name that starts it."""
+    """Returns the field that a key names and the factor of its unit. The longest matching field name is used."""
     for base in sorted(fields, key=len, reverse=True):
         units = UNITS.get(fields[base].kind)
         if units is None and key == base:

@@ -1,8 +1,8 @@
 """Predicts the time of each layer on a device from a roofline model, scaled by a measured single-node speed.
 
 The roofline gives the relative times of layers (a convolution is limited by arithmetic or bytes, a norm by bytes). One
-measured training speed gives the factor between it and the device's real speed. A fixed time per layer accounts for the
-lower efficiency of small batches. A model that `hyperbatch profile` has measured on the device needs none of this.
+measured training speed gives the ratio of the device's real speed to the roofline. A fixed time per layer accounts for
+the lower efficiency of small batches. A model that `hyperbatch profile` has measured on the device needs none of this.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hyperbatch.plan.types import RankGrid
 from hyperbatch.vocabulary import DTYPE_BYTES, PRECISION_DTYPE
 
 PASSES = 3  # forward, gradient of the input, gradient of the weights
-UPDATE_BYTES_PER_PARAMETER = 28  # LARS in fp32: read w, g for the norms; read w, g, m and write w, m
-MEMORY_EFFICIENCY = 0.9  # part of the data-sheet bandwidth a streaming kernel reaches (4.3 of 4.8 TB/s on an H200)
-LEAST_STRETCH = 0.5  # a measured speed may beat this roofline (fused kernels move less), but not by any factor
-DEFAULT_STRETCH = 2.0  # measured time over roofline time of a device with no measured speed: a middling one
+UPDATE_BYTES_PER_PARAMETER = 28  # LARS in fp32: reads w and g for the norms; reads w, g and m and writes w and m
+MEMORY_EFFICIENCY = 0.9  # fraction of the data-sheet bandwidth a streaming kernel reaches (4.3 of 4.8 TB/s on an H200)
+LEAST_STRETCH = 0.5  # a measured speed may exceed this roofline (fused kernels move fewer bytes), but at most twofold
+DEFAULT_STRETCH = 2.0  # assumed ratio of measured to roofline time for a device without a measured speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def layer_times(
     for index, layer in enumerate(table):
         forward, backward = _roofline(cluster.device, layer, batch_per_rank, precision)
         if index == 0:
-            backward /= 2  # nobody needs the gradient of the images
+            backward /= 2  # the gradient of the images is not needed
         times.append(
             LayerTime(
                 layer.name,
@@ -85,9 +85,11 @@ def profiled_times(profiles: Sequence[Profile], table: Sequence[LayerSpec], batc
 
 
 def seconds_at(points: Sequence[tuple[int, float]], batch: float) -> float:
-    """The time at a batch, interpolated linearly between times at other batches, given in ascending order. Beyond the
-    largest it is proportional. Below the smallest the first line is extended, but the time per image never falls below
-    that of the smallest."""
+    """Interpolates linearly between times at other batches, which are given in ascending order.
+
+    Beyond the largest batch the time is proportional to the batch. Below the smallest, the first line is extended, but
+    the time per image never falls below that of the smallest batch.
+    """
     first, last = points[0], points[-1]
     if batch >= last[0]:
         return last[1] * batch / last[0]
@@ -99,26 +101,26 @@ def seconds_at(points: Sequence[tuple[int, float]], batch: float) -> float:
 
 
 def update_time(device: Device, parameters: int, shards: int = 1) -> float:
-    """The optimizer step over this many parameters, or this rank's shard of them."""
+    """The time of the optimizer step for this many parameters, or for one rank's shard of them."""
     return parameters / shards * UPDATE_BYTES_PER_PARAMETER / (device.memory_bandwidth_bytes_per_s * MEMORY_EFFICIENCY)
 
 
 def slowest_of(ranks: int, jitter: float) -> float:
-    """Expected compute time of the slowest rank, in units of the typical one's: the step waits for it."""
+    """Expected compute time of the slowest rank, relative to a typical rank. The step waits for the slowest one."""
     if ranks <= 1 or jitter == 0:
         return 1.0
     return 1.0 + jitter * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))  # Blom's expected maximum
 
 
 def slowest_quantile(ranks: int, jitter: float, probability: float) -> float:
-    """The compute time of the slowest rank that a step does not exceed with the given probability."""
+    """The slowest rank's relative compute time that a step does not exceed with the given probability."""
     if jitter == 0:
         return 1.0
     return 1.0 + jitter * NormalDist().inv_cdf(probability ** (1 / ranks))
 
 
 def stretch(cluster: Cluster, precision: str) -> float:
-    """Measured compute time over roofline time, from the machine's measured point of this precision."""
+    """The ratio of measured to roofline compute time, from the machine's measured points of this precision."""
     device = cluster.device
     points = [point for point in device.measured if point.precision == precision] or list(device.measured)
     if not points:
@@ -127,7 +129,7 @@ def stretch(cluster: Cluster, precision: str) -> float:
 
 
 def _stretch_of(cluster: Cluster, point: Measured) -> float:
-    """The same for one measured speed, without the all-reduce, update and slowest device that it includes."""
+    """The ratio for one measured speed, without the all-reduce, update and jitter that it includes."""
     device = cluster.device
     shape = {"classes": point.classes, "image_size": point.image_size}
     table = layers(point.model, **shape)
@@ -151,7 +153,7 @@ def _roofline_step(device: Device, table: Sequence[LayerSpec], batch: int, preci
 
 
 def _roofline(device: Device, layer: LayerSpec, batch: int, precision: str) -> tuple[float, float]:
-    """Least seconds of forward and backward of one layer: arithmetic or bytes, whichever takes longer."""
+    """The shortest possible times of a layer's forward and backward: arithmetic or bytes, whichever takes longer."""
     item = DTYPE_BYTES[PRECISION_DTYPE[precision]]
     bandwidth = device.memory_bandwidth_bytes_per_s * MEMORY_EFFICIENCY
     if layer.kind in ("conv", "linear", "attention"):
@@ -161,7 +163,7 @@ def _roofline(device: Device, layer: LayerSpec, batch: int, precision: str) -> t
             ((layer.inputs + layer.activations) * batch + weights) * item / bandwidth,
         )
         return one_pass, 2 * one_pass
-    # A norm reads its input for the statistics and again to apply them, and writes; backward reads input and
+    # A norm reads its input once for the statistics and once to apply them, and writes; its backward reads input and
     # gradient twice and writes. A pool reads and writes.
     reads_writes = (3, 5) if layer.kind == "norm" else (2, 3)
     moved = (layer.inputs + layer.activations) / 2 * batch * item / bandwidth
@@ -169,5 +171,5 @@ def _roofline(device: Device, layer: LayerSpec, batch: int, precision: str) -> t
 
 
 def peak_flops(device: Device, precision: str) -> float:
-    """The device's peak in this precision; one it does not list runs at its fp32 speed."""
+    """The device's peak in this precision, or its fp32 peak if the precision is not listed."""
     return device.peak_flop_per_s.get(precision) or device.peak_flop_per_s["fp32"]

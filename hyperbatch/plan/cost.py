@@ -4,14 +4,14 @@ A cost is affine in the bytes, fixed_s + bytes * s_per_byte. p ranks in R nodes 
 
     ring          2(p-1) hops in a chain through every rank; 2(p-1)/p S through each node's NICs
     tree          2 log2(R) hops between nodes, 2(C-1) in them; 2S through each node's NICs
-    flat          the backend's own all-reduce: the fastest of those it has
+    flat          the backend's own all-reduce: the fastest of its algorithms
     hierarchical  reduce to a leader in the node, ring over leaders (one NIC), broadcast in the node
     torus         reduce-scatter in the row, all-reduce of S/C in each column, all-gather in the row; in chunks, the
                   rows of one chunk overlap with the columns of another
     hybrid        hierarchical for small messages, flat above (Tencent)
 
-Small messages are less efficient: a ring sends S/p at a time, so below S = p * latency * bandwidth the hops take longer
-than the bytes.
+Small messages are less efficient: a ring sends S/p at a time, so below S = p * latency * bandwidth the latency of a hop
+exceeds the time of its bytes.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from hyperbatch.plan.machine import Link, Network
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.vocabulary import ALGORITHMS, HYBRID_SWITCH_BYTES
 
-# NCCL's own tuning table (src/graph/tuning.cc) gives a network hop of a tree about twice the latency of a ring's
-# (8.5 against 4.0 us with LL128), and the tree 92 % of the ring's bandwidth.
+# NCCL's own tuning table (src/graph/tuning.cc) gives a tree's network hop about twice the latency of a ring's
+# (8.5 against 4.0 us with LL128), and a tree 92 % of a ring's bandwidth.
 TREE_HOP_FACTOR = 8.5 / 4.0
 TREE_BANDWIDTH = 0.92
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of a message: fixed_s + bytes * s_per_byte."""
+    """The time of a message in seconds: fixed_s + bytes * s_per_byte."""
 
     fixed_s: float
     s_per_byte: float
@@ -51,7 +51,7 @@ FREE = Cost(0.0, 0.0)
 def all_reduce_cost(
     network: Network, grid: RankGrid, algorithm: str, nbytes: float, *, hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES
 ) -> Cost:
-    """The cost at `nbytes`. It depends on the size if the backend can choose between ring and tree."""
+    """The cost of an all-reduce of `nbytes`. It depends on the size if the backend can choose between ring and tree."""
     if algorithm == "hybrid":
         algorithm = "hierarchical" if nbytes <= hybrid_switch_bytes else "flat"
     return min(all_reduce_options(network, grid, algorithm), key=lambda cost: cost.seconds(nbytes))
@@ -60,7 +60,7 @@ def all_reduce_cost(
 def cost_function(
     network: Network, grid: RankGrid, algorithm: str, *, hybrid_switch_bytes: int = HYBRID_SWITCH_BYTES
 ) -> Callable[[float], float]:
-    """A function from bytes to seconds, fast enough for the planner's inner loop."""
+    """Returns a function from bytes to seconds that is fast enough for the planner's inner loop."""
     if algorithm == "hybrid":
         small = cost_function(network, grid, "hierarchical")
         large = cost_function(network, grid, "flat")
@@ -76,7 +76,7 @@ def cost_function(
 
 
 def all_reduce_options(network: Network, grid: RankGrid, algorithm: str) -> list[Cost]:
-    """What the backend may choose from for this algorithm: one cost per transport it has."""
+    """The costs among which the backend may choose for this algorithm, one for each way it can send."""
     if grid.size == 1:
         return [FREE]
     call = Cost(network.call_s, 0.0)
@@ -91,7 +91,7 @@ def all_reduce_options(network: Network, grid: RankGrid, algorithm: str) -> list
 
 
 def ring_cost(network: Network, ranks: int) -> Cost:
-    """One ring (or one per NIC, sharing the message) laid node by node; a chunk passes every rank twice."""
+    """One ring (or one per NIC, which share the message) through node after node. A chunk passes every rank twice."""
     nodes = network.nodes(ranks)
     return _ring(network, ranks, nodes, network.node_bytes_per_s if nodes > 1 else network.intra.bytes_per_s)
 
@@ -103,15 +103,15 @@ def tree_cost(network: Network, ranks: int) -> Cost:
 
 
 def hierarchical_options(network: Network, grid: RankGrid) -> list[Cost]:
-    """A reduce and a broadcast in the row, each a chain of C-1 hops, and 2(R-1) hops between leaders; a leader
-    drives one NIC. (Tencent, whose backend reduces and broadcasts in 2(C-1) hops each, counts 4(C-1).)"""
+    """Costs of a reduce and a broadcast in the row, each a chain of C-1 hops, and 2(R-1) hops between leaders. A leader
+    uses one NIC. (Tencent, whose backend reduces and broadcasts in 2(C-1) hops each, counts 4(C-1).)"""
     row, hops = _row_link(network, grid), 2 * (grid.columns - 1)
     inside = Cost(hops * row.latency_s, 2 / row.bytes_per_s) if hops else FREE
     return [inside + leaders for leaders in _between(network, grid, network.inter.bytes_per_s)]
 
 
 def torus_options(network: Network, grid: RankGrid) -> list[Cost]:
-    """Every column carries S/C at the same time, so the node's NICs are shared by its columns."""
+    """Costs of the torus. All columns send S/C at the same time, so the columns of a node share its NICs."""
     row, hops = _row_link(network, grid), 2 * (grid.columns - 1)
     rows = Cost(hops * row.latency_s, hops / grid.columns / row.bytes_per_s)
     share = network.inter.bytes_per_s * network.nics_per_node / min(grid.columns, network.devices_per_node)
@@ -120,14 +120,14 @@ def torus_options(network: Network, grid: RankGrid) -> list[Cost]:
     plain = [rows + column for column in columns]
     if network.torus_chunk_bytes is None or min(grid.rows, grid.columns) == 1:
         return plain
-    # The slower direction is always busy; the other is waited for at the first and last chunk only.
+    # The slower direction is always busy. It waits for the other only at the first and last chunk.
     chunk_s = network.torus_chunk_bytes * rows.s_per_byte
     fixed_s = rows.fixed_s + chunk_s
     return plain + [Cost(c.fixed_s + fixed_s, max(c.s_per_byte, rows.s_per_byte)) for c in columns]
 
 
 def reduce_scatter_cost(network: Network, grid: RankGrid, algorithm: str) -> Cost:
-    """The cost of a reduce-scatter, half of an all-reduce; the all-gather costs the same. For the sharded update."""
+    """The cost of a reduce-scatter, half of an all-reduce, for the sharded update. The all-gather costs the same."""
     if grid.size == 1:
         return FREE
     whole = torus_options(network, grid)[0] if algorithm == "torus" else ring_cost(network, grid.size)
@@ -135,7 +135,7 @@ def reduce_scatter_cost(network: Network, grid: RankGrid, algorithm: str) -> Cos
 
 
 def _row_link(network: Network, grid: RankGrid) -> Link:
-    """The narrowest link on a ring through one row: the NICs, when a row is wider than a node."""
+    """The narrowest link of a ring through one row: the NICs if a row is wider than a node."""
     if grid.columns <= network.devices_per_node:
         return network.intra
     spans = network.nodes(grid.columns)
@@ -144,9 +144,9 @@ def _row_link(network: Network, grid: RankGrid) -> Link:
 
 
 def _between(network: Network, grid: RankGrid, bytes_per_s: float) -> list[Cost]:
-    """An all-reduce over one rank of each row, by each transport the backend has.
+    """Costs of an all-reduce over one rank of each row, one for each algorithm of the backend.
 
-    Rows narrower than a node put several members of a column into one node.
+    If rows are narrower than a node, several members of a column are in one node.
     """
     if grid.rows == 1:
         return [FREE]

@@ -15,7 +15,7 @@ _MAKE_ONE = "make one with `hyperbatch plan RECIPE --output FILE`"
 
 
 def save_plan(values: dict[str, Any], path: Path) -> None:
-    """values: of `planner.Plan.to_dict`."""
+    """Writes the result of `planner.Plan.to_dict` to a file."""
     try:
         path.write_text(json.dumps(values, indent=1) + "\n")
     except OSError as error:
@@ -23,7 +23,7 @@ def save_plan(values: dict[str, Any], path: Path) -> None:
 
 
 def load_groups(path: Path) -> GroupPlan:
-    """The groups of a plan file, with the all-reduce of each."""
+    """Reads the groups of a plan file, each with its all-reduce."""
     try:
         return GroupPlan.from_dict(json.loads(path.read_text()))
     except OSError as error:
@@ -33,7 +33,7 @@ def load_groups(path: Path) -> GroupPlan:
 
 
 def check_names(plan: GroupPlan, names: Iterable[str], path: Path, model: str) -> None:
-    """InputError unless each of the model's trained parameters is in exactly one group, and nothing else is."""
+    """Raises InputError unless each of the model's trained parameters is in exactly one group, and nothing else is."""
     planned, known = [name for group in plan.groups for name in group.parameters], set(names)
     missing, foreign = sorted(known - set(planned)), sorted(set(planned) - known)
     if missing or foreign:
@@ -45,7 +45,7 @@ def check_names(plan: GroupPlan, names: Iterable[str], path: Path, model: str) -
 
 
 def fitted_groups(path: Path, specs: Sequence[TensorSpec], model: str) -> GroupPlan:
-    """The file's groups for a model whose gradients become ready in this order. InputError says what does not fit."""
+    """Reads the file's groups for a model whose gradients become ready in this order. InputError if they do not fit."""
     plan = load_groups(path)
     check_names(plan, (spec.name for spec in specs), path, model)
     known, groups = {spec.name: spec for spec in specs}, []

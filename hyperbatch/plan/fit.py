@@ -15,14 +15,14 @@ from dataclasses import asdict, dataclass
 from hyperbatch.plan.types import TensorSpec
 from hyperbatch.vocabulary import DTYPE_BYTES, HALF_DTYPES
 
-USABLE = 0.8  # part of a device's memory that a step may fill; the rest is for fragmentation and libraries
+USABLE = 0.8  # fraction of a device's memory that a step may fill; the rest is for fragmentation and libraries
 # A step takes more than autograd keeps: gradients of activations, workspaces, prefetched batches, cached images.
 HEADROOM = 1.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMemory:
-    """Bytes that one rank holds in a micro-step, by role; workspaces of libraries are not counted."""
+    """The bytes that one rank stores in a micro-step, by role. Workspaces of libraries are not included."""
 
     weights: int
     masters: int
@@ -36,7 +36,7 @@ class StepMemory:
 
     @property
     def stored(self) -> int:
-        """What a checkpoint holds."""
+        """The bytes that a checkpoint contains."""
         return self.weights + self.masters + self.momentum
 
     def to_dict(self) -> dict[str, int]:
@@ -44,9 +44,10 @@ class StepMemory:
 
 
 def step_memory(specs: Sequence[TensorSpec], kept_bytes: int, optimizer: str = "lars") -> StepMemory:
-    """kept_bytes: what autograd keeps for backward of the whole micro-step.
+    """Returns the memory of a step. kept_bytes: what autograd keeps for the backward of the whole micro-step.
 
-    LAMB and AdamW have two moments, Muon two buffers for products: as much again, since those have 16 bits.
+    LAMB and AdamW have two moments. Muon has two 16-bit buffers for products, which together are as large as its
+    momentum.
     """
     buffers = 2 if optimizer in ("lamb", "adamw", "muon") else 1
     return StepMemory(
@@ -61,14 +62,14 @@ def step_memory(specs: Sequence[TensorSpec], kept_bytes: int, optimizer: str = "
 def fitting_batch(
     memory_bytes: float, fixed_bytes: float, sample_bytes: float, *, usable: float = USABLE, headroom: float = HEADROOM
 ) -> int:
-    """Samples of one micro-step that fit, at least one. sample_bytes: what one sample keeps for backward.
+    """Returns how many samples of one micro-step fit, at least one. sample_bytes: what autograd keeps per sample.
 
-    With numbers of `split_peaks` no allowance is needed: use headroom=1.
+    The numbers of `split_peaks` need no allowance for other memory: use headroom=1.
     """
     return max(1, int((memory_bytes * usable - fixed_bytes) / (sample_bytes * headroom)))
 
 
 def split_peaks(small: tuple[int, int], large: tuple[int, int]) -> tuple[float, float]:
-    """(fixed bytes, bytes per sample) of a step from its peak memory at two batches, each as (samples, peak bytes)."""
+    """Returns a step's (fixed bytes, bytes per sample) from its peak memory at two batches, as (samples, bytes)."""
     sample_bytes = (large[1] - small[1]) / (large[0] - small[0])
     return small[1] - small[0] * sample_bytes, sample_bytes

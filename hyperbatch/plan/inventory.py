@@ -1,9 +1,9 @@
 """Tensor tables of the known models, computed from their architecture and tested against the models themselves.
 
-A model is described once, by the layers of its forward pass. Sizes, multiply-adds, the order in which backward finishes
-its parameters and the memory of a step follow from that. Frozen parameters are not in the tables, because they are
-neither exchanged nor updated. The table of a timm model or of the user's own is made by building and tracing the
-model (hyperbatch/tracing.py); only then is torch loaded.
+Each model is described once, by the layers of its forward pass. Sizes, multiply-adds, the order in which backward
+finishes the parameters, and the memory of a step follow from this description. Frozen parameters are not in the tables,
+because they are neither exchanged nor updated. For a timm model or the user's own model, the table is made by building
+and tracing the model (hyperbatch/tracing.py). Only then is torch loaded.
 
     forward    conv1 bn1 maxpool  layer1.0.conv1 ... layer1.0.bn3 layer1.0.downsample.0/.1  ...  avgpool fc
     backward   fc  ...  layer1.0.downsample.1/.0 layer1.0.bn3 ... layer1.0.conv1  bn1 conv1
@@ -22,10 +22,10 @@ from hyperbatch.vocabulary import DTYPE_BYTES, is_foreign
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:
-    """One layer as the timeline sees it: its parameters, forward multiply-adds and output elements per image."""
+    """One layer in the timeline: its parameters, and per image its forward multiply-adds and output elements."""
 
     name: str
-    kind: str  # "conv", "norm", "pool", "linear" or "attention"; a ReLU, add or dropout counts with the layer before it
+    kind: str  # "conv", "norm", "pool", "linear" or "attention"; a ReLU, add or dropout belongs to the layer before it
     tensors: tuple[TensorSpec, ...]
     macs: int
     activations: int
@@ -34,13 +34,15 @@ class LayerSpec:
 
 
 def model_names() -> list[str]:
-    """The models whose tables are written down here."""
+    """The models whose tables are defined in this file."""
     return sorted(_MODELS)
 
 
 def ask_for(model: str) -> None:
-    """Lets the table of a model of timm's or of the user's own be made. That runs the model's code, so the name must be
-    given by the user, and never by a machine file or a checkpoint."""
+    """Allows making the table of a timm model or of the user's own model.
+
+    This runs the model's code, so the name must come from the user, and never from a machine file or a checkpoint.
+    """
     if is_foreign(model):
         _ASKED_FOR.add(model)
 
@@ -50,13 +52,13 @@ def has_table(model: str) -> bool:
 
 
 def usual_data(model: str) -> tuple[int, int]:
-    """(image size, classes) of the data a model is known for: CIFAR-10's for small images, ImageNet's otherwise."""
+    """Returns (image size, classes) of the model's usual data: CIFAR-10 for small images, otherwise ImageNet."""
     return (32, 10) if model in _FOR_SMALL_IMAGES else (224, 1000)
 
 
 @cache
 def layers(model: str, *, classes: int = 1000, image_size: int = 224, in_channels: int = 3) -> tuple[LayerSpec, ...]:
-    """In forward order. InputError for a model without a table that nobody has asked for."""
+    """Returns the layers in forward order. Raises InputError if the model has no table and `ask_for` was not called."""
     if model in _ASKED_FOR:
         return _traced(model, classes, image_size, in_channels)[0]
     if model not in _MODELS:
@@ -69,10 +71,10 @@ def layers(model: str, *, classes: int = 1000, image_size: int = 224, in_channel
 def tensors(
     model: str, *, classes: int = 1000, image_size: int = 224, in_channels: int = 3, dtype: str = "float32"
 ) -> tuple[TensorSpec, ...]:
-    """In the order in which backward finishes them.
+    """Returns the tensors in the order in which backward finishes them.
 
-    In a 16-bit run norm parameters and biases stay float32. They keep their place in this order; the arena and the
-    grouping strategies put each dtype into a buffer of its own.
+    In a 16-bit run, norm parameters and biases stay float32. They keep their place in this order; the arena and the
+    grouping strategies put each dtype into a separate buffer.
     """
     small = dtype if DTYPE_BYTES[dtype] >= 4 else "float32"
     if model in _ASKED_FOR:
@@ -84,10 +86,10 @@ def tensors(
 
 
 def kept_bytes(model: str, dtype: str, *, classes: int = 1000, image_size: int = 224, in_channels: int = 3) -> int:
-    """What autograd keeps for backward of one image."""
+    """The bytes that autograd keeps for the backward of one image."""
     table = layers(model, classes=classes, image_size=image_size, in_channels=in_channels)
     kept = sum(layer.saved for layer in table) + image_size * image_size * in_channels
-    # torch keeps an int64 index for each output of a max pool
+    # torch stores an int64 index for each output of a max pool
     indices = sum(layer.activations for layer in table if layer.kind == "pool" and "avg" not in layer.name)
     return kept * DTYPE_BYTES[dtype] + indices * 8
 
@@ -96,7 +98,7 @@ def kept_bytes(model: str, dtype: str, *, classes: int = 1000, image_size: int =
 def _traced(
     model: str, classes: int, image_size: int, in_channels: int
 ) -> tuple[tuple[LayerSpec, ...], tuple[TensorSpec, ...]]:
-    """(layers in forward order, tensors in the order in which backward finishes them) of a model without a table."""
+    """Traces a model without a table. Returns its layers in forward order and its tensors in backward's order."""
     from hyperbatch.tracing import trace_model
 
     trace = trace_model(model, classes=classes, image_size=image_size, in_channels=in_channels)
@@ -121,12 +123,12 @@ def _traced(
 
 
 def _finish_order(layer: LayerSpec) -> tuple[TensorSpec, ...]:
-    # A linear layer's weight gradient passes through the transpose, one node later than the bias'.
+    # Backward computes a linear layer's weight gradient through the transpose, one node after the bias gradient.
     return layer.tensors[::-1] if layer.kind == "linear" else layer.tensors
 
 
 class _Builder:
-    """Collects layers while following one image's shape through the network."""
+    """Collects layers while it follows one image's shape through the network."""
 
     def __init__(self, image_size: int, channels: int) -> None:
         self.side, self.channels = image_size, channels
@@ -137,7 +139,7 @@ class _Builder:
         return self.channels * self.side * self.side
 
     def _append(self, name: str, kind: str, specs: tuple[TensorSpec, ...], macs: int, inputs: int, keep: int) -> None:
-        """keep: how many tensors of its output's size backward needs."""
+        """keep: how many tensors of its output's size are kept for backward."""
         self.layers.append(
             LayerSpec(
                 name=name,
@@ -151,7 +153,7 @@ class _Builder:
         )
 
     def conv(self, name: str, out: int, kernel: int, stride: int = 1, padding: int | None = None) -> None:
-        """A convolution without bias; its output is the norm's input and is kept for its backward."""
+        """A convolution without bias. Its output is kept, since the following norm needs it for backward."""
         padding = kernel // 2 if padding is None else padding
         inputs, fan_in = self.elements, self.channels * kernel * kernel
         weight = TensorSpec(name=f"{name}.weight", shape=(out, self.channels, kernel, kernel))
@@ -160,7 +162,7 @@ class _Builder:
         self._append(name, "conv", (weight,), fan_in * self.elements, inputs, 1)
 
     def frozen_conv(self, name: str, out: int, kernel: int) -> None:
-        """A convolution without padding whose bias alone is trained, and a smooth activation after it."""
+        """A convolution without padding of which only the bias is trained, followed by a smooth activation."""
         inputs, fan_in = self.elements, self.channels * kernel * kernel
         self.side = _out_side(name, self.side, kernel, 1, 0)
         self.channels = out
@@ -168,8 +170,11 @@ class _Builder:
         self._append(name, "conv", (bias,), fan_in * self.elements, inputs, 2)
 
     def norm(self, name: str, *, keep: int = 1, parts: tuple[str, ...] = ("weight", "bias")) -> None:
-        """Batch norm and the activation or add after it. keep=0: nothing after it needs its output for backward; 2: the
-        activation is a smooth one, whose backward needs its input beside the output that the next layer needs."""
+        """Batch norm and the activation or add after it.
+
+        keep=0: nothing that follows needs the output for its backward. keep=2: a smooth activation follows; its
+        backward needs its input, and the next layer needs its output.
+        """
         specs = tuple(TensorSpec(name=f"{name}.{part}", shape=(self.channels,), kind="norm") for part in parts)
         self._append(name, "norm", specs, 0, self.elements, keep)
 
@@ -192,7 +197,7 @@ class _Builder:
         self._append(name, "linear", tuple(specs), inputs * out, inputs, 1)
 
     def patches(self, name: str, out: int, patch: int) -> None:
-        """A convolution with bias that cuts the image into tokens. What follows is a sum, which needs no input kept."""
+        """A convolution with bias that cuts the image into tokens. Its output goes into a sum, which keeps no input."""
         inputs, fan_in = self.elements, self.channels * patch * patch
         weight = TensorSpec(name=f"{name}.weight", shape=(out, self.channels, patch, patch))
         bias = TensorSpec(name=f"{name}.bias", shape=(out,), kind="bias")
@@ -209,7 +214,7 @@ class _Builder:
         self._append(name, "linear", (weight, bias), fan_in * self.elements, inputs, keep)
 
     def attention(self, name: str) -> None:
-        """From queries, keys and values to their mixture: each token's products with all keys, then with all values."""
+        """Mixes the values by queries and keys: the products of each token with all keys, then with all values."""
         inputs, tokens = self.elements, self.side * self.side
         self.channels //= 3
         self._append(name, "attention", (), 2 * tokens * self.elements, inputs, 1)
@@ -229,7 +234,7 @@ def _residual_block(
     if bottleneck:
         b.conv(f"{prefix}.conv1", planes, 1)
         b.norm(f"{prefix}.bn1")
-        b.conv(f"{prefix}.conv2", planes, 3, stride)  # v1.5: the stride sits in the 3x3
+        b.conv(f"{prefix}.conv2", planes, 3, stride)  # v1.5: the 3x3 convolution has the stride
         b.norm(f"{prefix}.bn2")
         b.conv(f"{prefix}.conv3", out, 1)
         b.norm(f"{prefix}.bn3")
@@ -241,8 +246,8 @@ def _residual_block(
     if stride != 1 or channels != out:
         b.side, b.channels = side, channels
         if averages and stride > 1:
-            b.pool(f"{prefix}.downsample.avgpool", 2, 2, side % 2)  # odd last pixels are averaged alone
-        first = int(averages)  # the pool has a place of its own
+            b.pool(f"{prefix}.downsample.avgpool", 2, 2, side % 2)  # an odd last row or column is averaged alone
+        first = int(averages)  # the pool takes one index
         b.conv(f"{prefix}.downsample.{first}", out, 1, 1 if averages else stride)
         b.norm(f"{prefix}.downsample.{first + 1}", keep=0)
 
@@ -296,7 +301,7 @@ def _alexnet(classes: int, image_size: int, in_channels: int, *, norm_after_pool
     ):
         b.conv(f"features.{index}", out, kernel, stride, padding)
         b.norm(f"features.{index + 1}")
-        index += 3  # the ReLU has an entry of its own
+        index += 3  # the ReLU takes one index
         if pooled:
             b.pool(f"features.{index}.maxpool", 3, 2)
             index += 1
@@ -330,7 +335,7 @@ def _vit(classes: int, image_size: int, in_channels: int, *, patch: int, width: 
     b.patches("patch_embed.proj", width, patch)
     for index in range(depth):
         block = f"blocks.{index}"
-        b.norm(f"{block}.norm1", keep=2)  # its input is a sum that nobody else keeps
+        b.norm(f"{block}.norm1", keep=2)  # nothing else keeps its input, which is a sum
         b.token_linear(f"{block}.attn.qkv", 3 * width, keep=1)
         b.attention(f"{block}.attn.mixed")
         b.token_linear(f"{block}.attn.proj", width, keep=0)
@@ -379,7 +384,7 @@ _FOR_SMALL_IMAGES = {
 
 
 def training_flops(model: str, *, classes: int = 1000, image_size: int = 224, in_channels: int = 3) -> float:
-    """Operations of one training step per image, a multiply-add counted as two: forward, and backward twice that.
+    """FLOPs of one training step per image. A multiply-add counts as two, and backward is twice the forward.
 
     The first layer needs no gradient of its input, and none of its weight if that is frozen.
     """

@@ -1,7 +1,7 @@
 """The grouping with the least exposed communication, exactly, for a network that serves groups one after another.
 
-finish(j) is the earliest moment at which the first j gradients can have been exchanged. The last group of them is
-i..j, it starts when its last gradient is ready and the network is free:
+finish(j) is the earliest time at which the first j gradients can be exchanged. If their last group is i..j, it starts
+when its last gradient is ready and the network is free:
 
     finish(j) = min over i < j of  max(finish(i), ready(j)) + cost(bytes of i..j)
 
@@ -17,9 +17,9 @@ from itertools import accumulate, pairwise
 from hyperbatch.plan.strategies import plan_from_sizes, split_by_precision
 from hyperbatch.plan.types import GroupPlan, TensorSpec
 
-CostFunction = Callable[[int], float]  # seconds of an all-reduce of so many bytes
+CostFunction = Callable[[int], float]  # bytes -> seconds of an all-reduce
 
-_MOST_GROUPS = 32  # beyond this many the search for the fewest groups stops paying for itself
+_MOST_GROUPS = 32  # with more groups than this, the search for the fewest groups takes more time than it saves
 _TIE = 1 + 1e-12
 
 
@@ -28,10 +28,11 @@ def optimal_groups(
     ready_s: Sequence[float],
     cost: CostFunction | Mapping[str, CostFunction],
 ) -> GroupPlan:
-    """params: in the order in which backward finishes them; ready_s: when each does.
+    """Returns the optimal plan.
 
-    cost: a function from bytes to seconds, or one per algorithm; then the fastest is chosen for each group. As in every
-    strategy, with two precisions the 16-bit tensors are grouped, and all fp32 tensors form one last group.
+    params: in the order in which backward finishes them. ready_s: when each gradient is ready.
+    cost: a function from bytes to seconds, or one per algorithm, of which each group gets the fastest. As in every
+    strategy, a plan with two precisions groups the 16-bit tensors and puts all fp32 tensors into one last group.
     """
     if len(params) != len(ready_s):
         raise ValueError(f"ready_s has {len(ready_s)} times for {len(params)} parameters; give one for each")
@@ -39,7 +40,7 @@ def optimal_groups(
     main, rest = split_by_precision(params)
     moments = {spec.name: moment for spec, moment in zip(params, ready_s, strict=True)}
     sizes = [spec.nbytes for spec in main]
-    ready = list(accumulate((moments[spec.name] for spec in main), max))  # groups leave in order
+    ready = list(accumulate((moments[spec.name] for spec in main), max))  # groups are sent in order
     bounds = _bounds(sizes, ready, list(by_name.values()))
     plan = plan_from_sizes("optimal", main, [b - a for a, b in pairwise(bounds)], rest)
     if not isinstance(cost, Mapping):
@@ -48,7 +49,7 @@ def optimal_groups(
 
 
 def _bounds(sizes: list[int], ready: list[float], costs: list[CostFunction]) -> list[int]:
-    """0 = b0 < b1 < ... = n of the best grouping."""
+    """Returns the boundaries 0 = b0 < b1 < ... = n of the best grouping."""
     n, infinite = len(sizes), float("inf")
     table = []  # table[j][i]: cost of the group of tensors i..j
     for j in range(n):
@@ -56,11 +57,11 @@ def _bounds(sizes: list[int], ready: list[float], costs: list[CostFunction]) -> 
         rows = [[cost(nbytes) for nbytes in messages] for cost in costs]
         table.append(rows[0] if len(rows) == 1 else list(map(min, *rows)))
 
-    # the least cost of any group i'..j with i' <= i: no such group can finish before ready(j) + floor
+    # The least cost of any group i'..j with i' <= i. No such group can finish before ready(j) + floor.
     floors = [list(accumulate(row, min)) for row in table]
 
     def extend(finish: list[float], j: int) -> tuple[float, int]:
-        """The earliest finish of the first j + 1 tensors, given those of fewer, and where its last group starts."""
+        """The earliest finish of the first j + 1 tensors, given those of fewer, and the start of the last group."""
         row, floor, gate = table[j], floors[j], ready[j]
         best, start = infinite, j
         for i in range(j, -1, -1):
@@ -77,7 +78,7 @@ def _bounds(sizes: list[int], ready: list[float], costs: list[CostFunction]) -> 
         finish[j + 1], last[j + 1] = extend(finish, j)
     goal = finish[n] * _TIE
 
-    # earliest[j]: the same with exactly `count` groups; the first count that reaches the goal is the fewest.
+    # earliest[j]: the same with exactly `count` groups. The first count that reaches the goal is the smallest.
     earliest, choices = [0.0] + [infinite] * n, []
     for _ in range(min(n, _MOST_GROUPS)):
         following, chosen = [infinite] * (n + 1), [0] * (n + 1)

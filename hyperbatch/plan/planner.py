@@ -1,6 +1,6 @@
-"""Chooses grid, algorithm, groups and wire precision for a run on a cluster, and times the step that results.
+"""Chooses grid, algorithm, groups and wire precision for a run on a cluster, and predicts the time of a step.
 
-`plan_step` predicts a step with given choices. `make_plan`, the verb `hyperbatch plan`, makes the choices left open.
+`plan_step` predicts a step with given choices. `make_plan`, which `hyperbatch plan` calls, makes the remaining choices.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from hyperbatch.schedule import Phase
 from hyperbatch.tables import text_table
 from hyperbatch.vocabulary import ALGORITHMS, DTYPE_BYTES, PRECISION_DTYPE, STRATEGIES
 
-# The algorithms among which the planner chooses for a group; hybrid is a choice among them by size.
+# The algorithms among which the planner chooses for a group. `hybrid` is left out, as it selects among them by size.
 CHOICES = tuple(name for name in ALGORITHMS if name != "hybrid")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """One step on one cluster: what was chosen and what it takes."""
+    """One step on one cluster: the choices and the predicted times."""
 
     grid: RankGrid
     algorithm: str
     plan: GroupPlan
     timing: StepTiming
-    slow_step_s: float  # a step of the slowest one in ten
-    alone_s: float  # the same micro-steps on one device, without neighbours: what efficiency is measured against
+    slow_step_s: float  # the step time that one step in ten exceeds
+    alone_s: float  # the same micro-steps on one device without communication: the baseline of efficiency
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -57,15 +57,15 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What `hyperbatch plan` answers: the step with the choices made, and with each other grouping and all-reduce."""
+    """The result of `hyperbatch plan`: the step with the choices made, and with every other grouping and all-reduce."""
 
-    recipe: str  # or the model that was asked about in its place
+    recipe: str  # or the model that was given instead
     model: str
     precision: str
     cluster: str
     gpus: int
-    other_model: bool  # than the recipe's own
-    global_batch: int | None  # of the first step, where it is not the recipe's own
+    other_model: bool  # whether the model is not the recipe's own
+    global_batch: int | None  # of the first step; None if it is the recipe's own
     phase: Phase
     wire_dtype: str | None
     step: StepPlan
@@ -78,7 +78,7 @@ class Plan:
         return self.phase.global_batch / self.step.timing.step_s
 
     def train_flags(self, file: str | None = None) -> list[str]:
-        """What makes `hyperbatch train RECIPE` use the plan; file: where it was written."""
+        """The flags with which `hyperbatch train RECIPE` uses the plan. file: where the plan was written."""
         groups = (
             ["--plan", file] if file else ["--grouping", self.step.plan.strategy, "--algorithm", self.step.algorithm]
         )
@@ -129,9 +129,9 @@ def make_plan(
     global_batch: int | None = None,
     batch_per_rank: int | None = None,
 ) -> Plan:
-    """Returns the plan for a recipe on a cluster. Both may be names or values. An argument that is None is chosen for
-    the shortest step.
+    """Returns the plan for a recipe on a cluster, each a name or a value.
 
+    Arguments that are None are chosen so that the step is shortest.
     grid: a `RankGrid`, or ROWSxCOLUMNS such as "4x8".
     model: replaces the model of the recipe. `timm/NAME` may also be given instead of a recipe.
     """
@@ -184,9 +184,11 @@ def plan_step(
     strategy: str | None = None,
     search_grid: bool = False,
 ) -> StepPlan:
-    """The step of one batch phase. strategy None: the config's; algorithm None: the best for each group.
+    """Predicts the step of one batch phase.
 
-    grid None: the config's where it fits, else the one `train` would use, or with search_grid the best.
+    strategy: None takes the config's. algorithm: None takes the fastest for each group.
+    grid: None takes the config's if it fits the ranks; else the one that `train` would use, or the best with
+    search_grid.
     """
     specs = model_tensors(config)
     times = model_times(cluster, config, phase.batch_per_rank)
@@ -216,7 +218,7 @@ def plan_step(
         step = step_timing(times, plan, group_cost, update_s=update, accumulation=accumulation, slowdown=slowdown)
         if not config.comm.sharded_update:
             return step
-        # New weights go round after the update, in the working precision (of Muon: directions, in as many bits).
+        # The new weights are gathered after the update, in the working precision (for Muon, directions of that size).
         gather = reduce_scatter_cost(cluster.network, chosen_grid, plan.groups[0].algorithm or "flat")
         seconds = gather.seconds(sum(spec.nbytes for spec in specs))
         return replace(step, step_s=step.step_s + seconds, exposed_comm_s=step.exposed_comm_s + seconds)
@@ -233,7 +235,7 @@ def plan_step(
 
 
 def _wire_bytes(config: Config, dtype: str, nbytes: int) -> float:
-    """What so many bytes of gradients are on the wire."""
+    """Returns how many bytes the gradients take on the wire."""
     wire = config.comm.wire_dtype
     return nbytes if wire is None else nbytes * DTYPE_BYTES[PRECISION_DTYPE[wire]] / DTYPE_BYTES[dtype]
 
@@ -273,7 +275,7 @@ def _group_plan(
 
 
 def _main_algorithm(plan: GroupPlan) -> str:
-    """The one that carries most bytes."""
+    """The algorithm that sends most of the bytes."""
     carried: dict[str, int] = {}
     for group in plan.groups:
         carried[group.algorithm or "flat"] = carried.get(group.algorithm or "flat", 0) + group.bytes
@@ -281,7 +283,7 @@ def _main_algorithm(plan: GroupPlan) -> str:
 
 
 def grids(ranks: int) -> Iterator[RankGrid]:
-    """Every rows x columns of so many ranks, by rising columns; a prime has two."""
+    """Yields every rows x columns grid of this many ranks, in order of increasing columns. A prime number has two."""
     small = [n for n in range(1, math.isqrt(ranks) + 1) if ranks % n == 0]
     for columns in sorted({*small, *(ranks // n for n in small)}):
         yield RankGrid(ranks // columns, columns)
@@ -290,7 +292,7 @@ def grids(ranks: int) -> Iterator[RankGrid]:
 def best_grid(
     network: Network, ranks: int, nbytes: float, algorithm: str = "torus", *, sharded: bool = False
 ) -> RankGrid:
-    """The grid on which an exchange of so many bytes is fastest; on a tie, the one whose rows are closest to nodes."""
+    """Returns the grid with the fastest exchange of this many bytes. Ties go to the rows closest to a node's size."""
 
     def order(grid: RankGrid) -> tuple[float, int]:
         if sharded:
@@ -303,7 +305,7 @@ def best_grid(
 
 
 def _stated_grid(config: Config, ranks: int, asked: str | RankGrid | None) -> RankGrid | None:
-    """The grid asked for, which must fit, or the recipe's where it does."""
+    """Returns the requested grid, which must fit the ranks, or else the recipe's if it fits."""
     if asked is not None:
         grid = RankGrid.parse(str(asked))
         grid.check_world(ranks)
@@ -313,7 +315,7 @@ def _stated_grid(config: Config, ranks: int, asked: str | RankGrid | None) -> Ra
 
 
 def format_plan(plan: Plan, file: str | None = None) -> str:
-    """Returns the answer of `make_plan` as text. file: where the plan was written."""
+    """Returns the result of `make_plan` as text. file: where the plan was written."""
     ms = 1e3
     phase, timing = plan.phase, plan.step.timing
     gpus = "1 GPU" if plan.gpus == 1 else f"{plan.gpus:,} GPUs"

@@ -1,10 +1,10 @@
-"""Strategies that group gradients: single, per_layer, threshold, equal, cubic, optimal. Functions of the tensor table.
+"""Strategies that group gradients (single, per_layer, threshold, equal, cubic, optimal), as functions of tensor specs.
 
     backward finishes   fc  ...                                                   conv1
     cubic, base 3      |-3-|------ 21 ------|------------- 57 -------------|---- 80 ----|     early start, few messages
 
-With two precisions in the table (16-bit weights; fp32 norm scales, shifts and biases) the strategy groups the 16-bit
-tensors, and all fp32 tensors form one last small group.
+With two precisions (16-bit weights; fp32 norm scales, shifts and biases) the strategy groups the 16-bit tensors, and
+all fp32 tensors form one small last group.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def plan_groups(
     """Returns a plan that groups these parameters.
 
     params: in the order in which backward finishes them, or a torch module, whose backward is assumed to run in the
-    reverse order of definition. Options: count (equal), threshold_bytes (threshold), base (cubic), ready_s and cost,
-    and all others (optimal). A strategy ignores the named options of the others, so a config can pass all of them.
+    reverse order of definition. Options: count (equal), threshold_bytes (threshold), base (cubic); ready_s, cost and
+    any further options (optimal). A strategy ignores the named options of other strategies, so a config can pass all.
     """
     if strategy not in STRATEGIES:
         raise InputError(f"grouping {strategy!r} is unknown{nearest(strategy, STRATEGIES)}")
@@ -75,12 +75,12 @@ def plan_groups(
 
 
 def group_options(comm: CommConfig) -> dict[str, Any]:
-    """The options of `plan_groups` that a config sets."""
+    """The options of `plan_groups` that a config can set."""
     return {"count": comm.group_count, "threshold_bytes": comm.group_threshold_bytes, "base": comm.group_base}
 
 
 def split_by_precision(params: Sequence[TensorSpec]) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """(the tensors a strategy groups, those of the one last group); the second is empty with a single dtype."""
+    """Returns (tensors that a strategy groups, tensors of the last group). The latter is empty with a single dtype."""
     odd = next((spec for spec in params if spec.dtype not in DTYPE_BYTES), None)
     if odd is not None:
         raise InputError(f"{odd.name} is {odd.dtype}; gradients can be sent in {', '.join(DTYPE_BYTES)}")
@@ -91,7 +91,7 @@ def split_by_precision(params: Sequence[TensorSpec]) -> tuple[list[TensorSpec], 
 
 
 def layer_sizes(params: Sequence[TensorSpec]) -> list[int]:
-    """Numbers of neighbouring tensors that belong to the same module."""
+    """Returns the lengths of runs of neighbouring tensors that belong to the same module."""
     sizes: list[int] = []
     last = None
     for spec in params:
@@ -105,7 +105,7 @@ def layer_sizes(params: Sequence[TensorSpec]) -> list[int]:
 
 
 def threshold_sizes(params: Sequence[TensorSpec], threshold_bytes: int) -> list[int]:
-    """Tensor fusion (Jia et al. 2018): a group is closed as soon as it holds threshold_bytes or more."""
+    """Tensor fusion (Jia et al. 2018): a group is closed as soon as it has threshold_bytes or more."""
     sizes, tensors, held_bytes = [], 0, 0
     for spec in params:
         tensors, held_bytes = tensors + 1, held_bytes + spec.nbytes
@@ -116,7 +116,7 @@ def threshold_sizes(params: Sequence[TensorSpec], threshold_bytes: int) -> list[
 
 
 def equal_sizes(layers: Sequence[int], count: int) -> list[int]:
-    """`count` groups of as nearly the same number of layers as possible, in tensors; fewer when there are fewer."""
+    """Returns the numbers of tensors in `count` groups with nearly equal numbers of layers; at least one layer each."""
     count = min(count, len(layers))
     return [sum(layers[a:b]) for a, b in pairwise(len(layers) * k // count for k in range(count + 1))]
 
@@ -124,9 +124,9 @@ def equal_sizes(layers: Sequence[int], count: int) -> list[int]:
 def cubic_sizes(tensors: int, all_tensors: int, base: int) -> list[int]:
     """Fujitsu's variable groups: boundaries at base * k^3 tensors from the output end.
 
-    The boundaries count every tensor of the model. When only some of them are grouped (16-bit weights of a
-    mixed-precision model) each boundary falls at the same fraction of those: ResNet-50's 3, 24, 81 of 161 tensors
-    become 1, 8, 27 of 54 weights, exactly the weights that come before these boundaries in backward.
+    The boundaries count every tensor of the model. If only some tensors are grouped (the 16-bit weights of a
+    mixed-precision model), each boundary is at the same fraction of these: ResNet-50's 3, 24, 81 of 161 tensors become
+    1, 8, 27 of 54 weights, exactly the weights that come before these boundaries in backward.
     """
     bounds = [0]
     k = 1
@@ -139,7 +139,7 @@ def cubic_sizes(tensors: int, all_tensors: int, base: int) -> list[int]:
 def plan_from_sizes(
     strategy: str, main: Sequence[TensorSpec], sizes: Iterable[int], rest: Sequence[TensorSpec] = ()
 ) -> GroupPlan:
-    """The plan that cuts `main` into neighbours of these sizes and sends `rest` last."""
+    """Returns the plan that divides `main` into consecutive groups of these sizes and sends `rest` last."""
     members, start = [], 0
     for size in sizes:
         members.append(main[start : start + size])
@@ -168,6 +168,6 @@ def _optimal(
         raise InputError(
             "grouping 'optimal' needs ready_s (when each gradient is ready) and cost (seconds for n bytes)"
         )
-    from hyperbatch.plan.optimal import optimal_groups  # imported when asked for: no other strategy needs the search
+    from hyperbatch.plan.optimal import optimal_groups  # only this strategy needs the search
 
     return optimal_groups(params, ready_s=ready_s, cost=cost, **options)

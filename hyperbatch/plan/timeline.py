@@ -1,4 +1,4 @@
-"""One training step as events: forward, backward layer by layer, groups leaving as they become ready, update.
+"""Predicts one training step as events: forward, backward by layer, groups sent as they become ready, update.
 
 compute  | forward ........ | b fc | b layer4 ... | b layer3 .......... | ... b conv1 |          | update |
 network                     |      [ g0 ]  [ g1 ..........]   [ g2 ............][ g3 .. ]
@@ -25,19 +25,19 @@ def step_timing(
     accumulation: int = 1,
     slowdown: float = 1.0,
 ) -> StepTiming:
-    """The predicted step. A group is sent once its last gradient is ready and the previous group has ended.
+    """Predicts the step. A group is sent as soon as its last gradient is ready and the previous group has finished.
 
-    slowdown: compute time of the slowest rank over the typical one's. accumulation: micro-steps; gradients are sent in
-    the last one.
+    slowdown: compute time of the slowest rank relative to a typical rank.
+    accumulation: the number of micro-steps; gradients are sent in the last one.
     """
     forward = slowdown * sum(layer.forward_s for layer in times)
     backward = slowdown * sum(layer.backward_s for layer in times)
     before = (accumulation - 1) * (forward + backward)
     ready = parameter_ready_s(times, slowdown=slowdown, start_s=before + forward)
-    compute_end = max(before + forward + backward, *ready.values())  # the same, but for rounding
+    compute_end = max(before + forward + backward, *ready.values())  # the largest ready time, except for rounding
 
     groups: list[GroupTiming] = []
-    free = 0.0  # the network, from this moment on
+    free = 0.0  # the time from which the network is free
     for group in plan.groups:
         cost = group_cost(group)
         ready_s = max(ready[name] for name in group.parameters)
@@ -67,7 +67,7 @@ def step_timing(
 def parameter_ready_s(
     times: Sequence[LayerTime], *, slowdown: float = 1.0, start_s: float | None = None
 ) -> dict[str, float]:
-    """When each parameter's gradient is finished, counted from the start of the step."""
+    """Returns when each parameter's gradient is ready, from the start of the step."""
     clock = slowdown * sum(layer.forward_s for layer in times) if start_s is None else start_s
     ready: dict[str, float] = {}
     for layer in reversed(times):

@@ -1,6 +1,6 @@
-"""The values that planner, simulator, runner and report share. Frozen data, no torch.
+"""The frozen dataclasses that planner, simulator, runner and report share, without torch.
 
-TensorSpec   one parameter, as the arena lays it out
+TensorSpec   one parameter of the arena
 RankGrid     rows x columns of ranks; a row is the fast direction, the ranks of one node
 GroupPlan    which gradients are sent together, in the order in which they are sent
 StepTiming   one step, predicted or measured: the same columns for both
@@ -23,7 +23,7 @@ from hyperbatch.vocabulary import DTYPE_BYTES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """One trainable parameter. `kind` is "weight", "bias" or "norm": the optimizer treats the last two apart."""
+    """One trainable parameter. `kind` is "weight", "bias" or "norm"; the optimizer treats the last two differently."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,14 +40,16 @@ class TensorSpec:
 
     @property
     def decayed(self) -> bool:
-        """Whether weight decay is for it, as far as name and shape tell: see `hyperbatch.params.undecayed`."""
+        """Whether weight decay applies to it, judged by name and shape; see `hyperbatch.params.undecayed`."""
         return self.kind == "weight" and not is_broadcast(self.name, self.shape)
 
 
 def param_specs(module: Any, order: Sequence[str] | None = None) -> tuple[TensorSpec, ...]:
-    """Returns the specs of the trainable parameters of a torch module. order: their order in backward, by default the
-    reverse order of definition."""
-    if not hasattr(module, "named_parameters"):  # this room knows no torch
+    """Returns the specs of the trainable parameters of a torch module.
+
+    order: the names in backward's order; by default the reverse order of definition.
+    """
+    if not hasattr(module, "named_parameters"):  # this room does not import torch
         raise InputError(f"{shown(module)} has no named parameters; give a torch module")
     params = {name: param for name, param in module.named_parameters() if param.requires_grad}
     odd = next((name for name in order or () if name not in params), None)
@@ -88,13 +90,13 @@ class RankGrid:
 
     @classmethod
     def of_hosts(cls, world_size: int, ranks_per_host: int) -> Self:
-        """The default: a row for each host, or one row of all where they do not fill whole hosts."""
+        """The default grid: one row per host, or one row of all ranks if they do not fill whole hosts."""
         columns = min(ranks_per_host, world_size)
         return cls(world_size // columns, columns) if world_size % columns == 0 else cls(1, world_size)
 
     @classmethod
     def square(cls, world_size: int) -> Self:
-        """As near to a square as the world size allows, with no more columns than rows."""
+        """The grid closest to a square that the world size allows, with no more columns than rows."""
         columns = next(n for n in range(math.isqrt(world_size), 0, -1) if world_size % n == 0)
         return cls(world_size // columns, columns)
 
@@ -114,13 +116,13 @@ class RankGrid:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradGroup:
-    """Gradients that are sent in one all-reduce: neighbours in one dtype's arena."""
+    """Gradients that are sent in one all-reduce. They are neighbours in the arena of one dtype."""
 
     index: int
     parameters: tuple[str, ...]
     bytes: int
     dtype: str
-    algorithm: str | None = None  # None: whatever the run uses
+    algorithm: str | None = None  # None: the algorithm of the run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +162,7 @@ class GroupPlan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """From `to_dict`'s answer, or from any that has at least its fields: a whole plan's."""
+        """Reads what `to_dict` returned, or any dict with at least these fields, such as a whole plan's."""
         names = [field.name for field in fields(GradGroup) if field.name != "parameters"]
         groups = tuple(
             GradGroup(parameters=tuple(g["parameters"]), **{name: g[name] for name in names}) for g in values["groups"]
@@ -170,7 +172,7 @@ class GroupPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupTiming:
-    """One group's all-reduce within a step; times count from the start of the step."""
+    """One group's all-reduce within a step. Times are from the start of the step."""
 
     index: int
     algorithm: str
@@ -197,7 +199,7 @@ class StepTiming:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """From `to_dict`'s answer, or from any that has at least its fields: a plan's, a run's record."""
+        """Reads what `to_dict` returned, or any dict with at least these fields, such as a plan's or a record's."""
 
         def known(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
             return {field.name: given[field.name] for field in fields(kind) if field.name in given}
@@ -207,7 +209,7 @@ class StepTiming:
         return cls(**own)
 
     def parts(self) -> list[tuple[str, float, float]]:
-        """Returns (part, start_s, end_s) of the parts one after another, without those that take no time."""
+        """Returns (part, start_s, end_s) of the parts one after another. Parts that take no time are skipped."""
         found, at = [], 0.0
         for name in ("data_wait", "forward", "backward", "exposed_comm", "update"):
             seconds = getattr(self, f"{name}_s")

@@ -1,4 +1,4 @@
-"""The workload of a prediction: a recipe, its batch over a number of ranks, its layers and tensors."""
+"""The workload that a prediction is made for: a recipe, its batch over a number of ranks, its layers and tensors."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from hyperbatch.recipes import all_recipes, find_recipe
 from hyperbatch.schedule import FULL_SIZE, Phase, resolve_phases, size_spans
 from hyperbatch.vocabulary import PRECISION_DTYPE, TIMM_MODEL
 
-MODEL_BATCH = 256  # per rank, of a model without a recipe
+MODEL_BATCH = 256  # per rank, for a model without a recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A run that is asked about. `written_for`: the largest global batch its number of epochs was stated for."""
+    """A run to predict. `written_for`: the largest global batch for which its number of epochs was stated."""
 
-    original: Config  # before its batch was changed
+    original: Config  # the config before its batch was changed
     config: Config
     cluster: Cluster
     ranks: int
@@ -45,11 +45,11 @@ def resolve(
     global_batch: int | None = None,
     batch_per_rank: int | None = None,
 ) -> Request:
-    """Names to values, and the batch to one that divides over the ranks.
+    """Resolves names to values, and the batch to one that can be divided by the ranks.
 
-    A recipe names the cluster of its claim, so cluster and size may be left out. The name of a model stands for a run
-    with the defaults of `train`. model: replaces the recipe's. A requested batch must divide over the ranks; the
-    recipe's own is changed to the nearest one that does.
+    A recipe names the cluster and size of its claim, so both arguments may be omitted. The name of a model stands for a
+    run with the defaults of `train`. model: replaces the recipe's. A requested batch must be divisible by the ranks;
+    the recipe's own is changed to the nearest one that is.
     """
     check_kind("recipe", recipe, (str, Config), "give the name of a recipe or of a model, or a Config")
     known = find_recipe(recipe) if isinstance(recipe, str) and not is_model(recipe) else None
@@ -59,7 +59,7 @@ def resolve(
             raise InputError(f"{flag} {shown(value)}: must be a whole number")
         if value is not None and value < 1:
             raise InputError(f"{flag} {value}: must be at least 1")
-    ranks = int(ranks)  # perhaps numpy's, which json does not know
+    ranks = int(ranks)  # it may be numpy's, which json cannot write
     if batch_per_rank is not None:
         if global_batch is not None:
             raise InputError("give --batch-per-rank or --global-batch, not both")
@@ -79,10 +79,10 @@ def resolve(
     ask_for(config.model.model)
     if not isinstance(cluster, Cluster):
         cluster = load_cluster(cluster or (known.cluster if known else "local"))
-    config = config.with_precision("fp16")  # of `auto`: 16 bits, whichever
+    config = config.with_precision("fp16")  # `auto` means 16 bits, and both 16-bit formats cost the same
     written_for = max(phase.global_batch for phase in original.schedule.batch_phases)
     if known is not None and "global_batch" in inspect.signature(known.build).parameters:
-        # MLPerf's table: its rate and epochs are those of the row it was taken from.
+        # A recipe of MLPerf's table has the rate and the epochs of the row for this batch.
         written_for = config.schedule.lr_batch or config.global_batch
     if global_batch is None:
         first, phases = config.global_batch, config.schedule.batch_phases
@@ -100,12 +100,12 @@ def resolve(
 
 
 def is_model(name: str) -> bool:
-    """Whether a name that may be a recipe's is that of a model: of timm's, or of a built-in one without a recipe."""
+    """Whether a name that may be a recipe's is that of a model: one of timm's, or a built-in model without a recipe."""
     return name.startswith(TIMM_MODEL) or (name in model_names() and name not in all_recipes())
 
 
 def config_of(model: str, global_batch: int) -> Config:
-    """A run of a model that no recipe was written for: the defaults of `train`, on data of the usual size."""
+    """The config of a model without a recipe: the defaults of `train`, with data of the model's usual size."""
     image_size, classes = usual_data(model)
     data = {"image_size": image_size, "eval_size": image_size, "eval_resize": image_size, "classes": classes}
     if image_size < FULL_SIZE:
@@ -116,7 +116,7 @@ def config_of(model: str, global_batch: int) -> Config:
 def resolve_all(
     config: Config, memory_bytes: float | None, ranks: int, channels: int | None = None
 ) -> tuple[Phase, ...]:
-    """Every batch phase over the ranks, in micro-steps that fit a device's memory; None: no limit is known."""
+    """Divides every batch phase over the ranks, in micro-steps that fit a device's memory. None: no limit is known."""
     return resolve_phases(
         config.schedule.batch_phases,
         config.data.train_samples,
@@ -145,10 +145,10 @@ class RunSpan:
 
 
 def run_spans(config: Config, phases: Sequence[Phase], epochs: float | None = None) -> list[RunSpan]:
-    """The run, cut where its batch or its image size changes.
+    """Divides the run where its batch or its image size changes.
 
-    epochs: of a run that is longer or shorter than the recipe. Its image sizes keep their shares of the run, as they do
-    in `train --epochs`; its batch phases keep their epochs.
+    epochs: the length of a run that is longer or shorter than the recipe. Its image sizes keep their fractions of the
+    run, as in `train --epochs`; its batch phases keep their epochs.
     """
     samples, planned = config.data.train_samples, config.schedule.epochs
     end = (planned if epochs is None else epochs) * samples
@@ -166,23 +166,23 @@ def run_spans(config: Config, phases: Sequence[Phase], epochs: float | None = No
 
 
 def main_span(spans: Sequence[RunSpan]) -> RunSpan:
-    """The one with most pixels: that of most epochs where images have one size."""
+    """The part with most pixels. If all images have one size, this is the part with most epochs."""
     return max(spans, key=lambda span: span.pixels)
 
 
 def at_size(config: Config, image_size: int) -> Config:
-    """The same run with images of one size from its first step to its last."""
+    """The same run with images of one size throughout."""
     return config.override(image_size=image_size, size_phases=())
 
 
 def largest_batch(config: Config, memory_bytes: float, channels: int | None = None) -> int:
-    """Samples of one micro-step that fit a device of so much memory."""
+    """The number of samples in one micro-step that fits a device with this much memory."""
     fixed, one = (step_memory(config, batch, channels).total for batch in (0, 1))
     return fitting_batch(memory_bytes, fixed, one - fixed)
 
 
 def step_memory(config: Config, batch_per_rank: int, channels: int | None = None) -> StepMemory:
-    """What one rank holds in a micro-step of so many samples, of the largest images of the run."""
+    """The memory of one rank in a micro-step with this many samples of the run's largest images."""
     model, dtype = config.model.model, PRECISION_DTYPE[config.optim.precision]
     kept = kept_bytes(model, dtype, **_shape(config, channels) | {"image_size": config.data.largest_image_size})
     return fit.step_memory(model_tensors(config, channels), batch_per_rank * kept, config.optim.optimizer)
@@ -193,17 +193,17 @@ def model_tensors(config: Config, channels: int | None = None) -> tuple[TensorSp
 
 
 def model_times(cluster: Cluster, config: Config, batch_per_rank: int) -> list[LayerTime]:
-    """Of a step with images of `image_size`."""
+    """The layer times of a step with images of `image_size`."""
     return layer_times(cluster, config.model.model, batch_per_rank, config.optim.precision, **_shape(config))
 
 
 def image_channels(config: Config) -> int:
-    """The handwritten digits are grey; everything else the recipes train on has three colours."""
+    """The handwritten digits have one channel; all other data of the recipes have three."""
     return 1 if config.data.dataset == "digits" else 3
 
 
 def _shape(config: Config, channels: int | None = None) -> dict[str, int]:
-    """channels: of the data at hand; None: of the data the recipe is for."""
+    """channels: those of the user's data; None: those of the data that the recipe is for."""
     return {
         "classes": config.data.classes,
         "image_size": config.data.image_size,

@@ -1,1 +1,1 @@
-"""Predictions without torch: clusters, convergence, sweeps."""
+"""Predictions without torch: convergence and sweeps over cluster sizes."""

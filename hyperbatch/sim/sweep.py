@@ -1,4 +1,4 @@
-"""`hyperbatch simulate`: a recipe on a cluster at several sizes, from step time to time, energy and cost to target."""
+"""`hyperbatch simulate`: predicts a recipe's step time, and time, energy and cost to target, at several sizes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from hyperbatch.schedule import Phase, size_spans
 from hyperbatch.sim.convergence import Interval, epochs_to_target, evaluations, failure_overhead
 from hyperbatch.tables import text_table
 
-STEP_ERROR = 0.15  # nine in ten published runs are predicted within it, see docs/simulator_validation.md
+STEP_ERROR = 0.15  # nine in ten published runs are predicted within it; see docs/simulator_validation.md
 YEAR_S = 365 * 24 * 3600
 
-StepOf = Callable[[Phase, int], StepPlan]  # of a batch phase and an image size
+StepOf = Callable[[Phase, int], StepPlan]  # (batch phase, image size) -> step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSeconds:
-    """One run to its target, by what its seconds are spent on; starting up is not in the total."""
+    """The time of one run to its target, by what it is spent on. The total does not include start-up."""
 
     total_s: float
     train_s: float
@@ -51,7 +51,7 @@ class RunSeconds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpanSpeed:
-    """How fast a run is as long as neither its batch nor its image size changes."""
+    """The speed of a part of a run in which neither the batch nor the image size changes."""
 
     epochs: float
     image_size: int
@@ -64,11 +64,11 @@ class SpanSpeed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """The run on one number of GPUs. `phase`, `image_size` and `step` are of the span that takes most pixels."""
+    """The run on one number of GPUs. `phase`, `image_size` and `step` are those of the part with most pixels."""
 
     gpus: int
     nodes: int
-    algorithm: str  # that of the request; the groups of a step may differ
+    algorithm: str  # the requested algorithm; the groups of a step may use others
     phase: Phase
     image_size: int
     step: StepPlan
@@ -128,7 +128,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """What `hyperbatch simulate` answers: a prediction for each number of GPUs."""
+    """The result of `hyperbatch simulate`: one prediction for each number of GPUs."""
 
     recipe: str
     cluster: str
@@ -154,14 +154,14 @@ def simulate(
     global_batch: int | None = None,
     batch_per_rank: int | None = None,
 ) -> Simulation:
-    """Predicts the run that `train` would make on each number of GPUs. An argument that is None has the value of the
-    recipe.
+    """Predicts the run that `train` would make on each number of GPUs. Arguments left at None come from the recipe.
 
-    `format_simulation` makes a table of it, and `to_dict()["points"]` is a list that pandas.DataFrame takes.
+    `format_simulation` formats the result as a table, and `to_dict()["points"]` is a list that pandas.DataFrame
+    accepts.
 
     model: replaces the model of the recipe. `timm/NAME` may also be given instead of a recipe.
     grid: a `RankGrid`, or ROWSxCOLUMNS such as "4x8". Without a grid in the call or in the recipe, it is the default of
-    `train`, hosts x devices per host. `hyperbatch plan` looks for better grids.
+    `train`, hosts x devices per host. `hyperbatch plan` searches for better grids.
     """
     counts = (list(gpus) or [None]) if isinstance(gpus, Iterable) else [gpus]
     choices = {"algorithm": algorithm, "grid": grid, "strategy": strategy}
@@ -223,7 +223,7 @@ def _predict(
 
 
 def lower_bound(cluster: Cluster, config: Config, ranks: int, epochs: float) -> float:
-    """Seconds if every device did nothing but the network's arithmetic at its peak: no run can be shorter."""
+    """The time in seconds if every device only computed the network's arithmetic at its peak. No run can be shorter."""
     data = config.data
     work = {
         size: training_flops(
@@ -282,7 +282,7 @@ def _run(
 
 
 def format_simulation(simulation: Simulation) -> str:
-    """`simulate`'s answer as text."""
+    """Formats the result of `simulate` as text."""
     points = simulation.points
     priced = all(point.cost_usd is not None for point in points)
     goal = "to the end" if simulation.target_top1 is None else "to target"
@@ -324,7 +324,7 @@ def format_simulation(simulation: Simulation) -> str:
 
 
 def _format_spans(points: Sequence[Prediction]) -> list[str]:
-    """The parts of a run that changes its batch or image size; the table before has the speed of the main part."""
+    """Formats the parts of a run that changes its batch or image size. The table before it shows only the main part."""
     titles = ("GPUs", "epochs", "px", "batch", "step ms", "exposed ms", "images/s", "training")
     rows = [
         (
@@ -345,9 +345,9 @@ def _format_spans(points: Sequence[Prediction]) -> list[str]:
 
 
 def _duration(seconds: float) -> str:
-    """In its own unit, not the column's: one GPU takes hours where a cluster takes seconds."""
+    """Formats a time in its own unit and not the column's, since one GPU takes hours where a cluster takes seconds."""
     if seconds >= YEAR_S:
-        return "years"  # the interval of a batch nobody has tried
+        return "years"  # the interval of a batch that nobody has tried
     units = (("h", 3600.0, 3 * 3600.0), ("min", 60.0, 300.0), ("s", 1.0, 1.0))
     unit, unit_s = next(((unit, unit_s) for unit, unit_s, from_s in units if seconds >= from_s), ("ms", 1e-3))
     return f"{seconds / unit_s:,.1f} {unit}"
