@@ -1,15 +1,15 @@
-"""The hyperbatch command: one module per group of verbs, and one function per verb, which calls one function that a
-library user can call, too.
+"""The hyperbatch command: one module per group of verbs, one function per verb, which calls one function of the
+library.
 
-    parser.py    all verbs as one parser; mistyped words get one line
+    parser.py    all verbs as one parser; one-line errors for unknown words
     shared.py    what the verbs share: types of values, groups of flags, output
     flags.py     what `train --help` shows, and the names that other trainers have for our flags
     train.py     train, recipes          sweep.py    sweep            models.py    eval, predict, export
     runs.py      report, watch           data.py     data             plan.py      plan, simulate
     machine.py   profile, bench, doctor
-    byte_code.py makes the next start quicker where Python does not
+    byte_code.py caches byte code where Python does not, so that the next start is faster
 
-Whatever a verb needs is imported when it runs, so that `hyperbatch --help` answers at once.
+Each verb imports what it needs when it runs, so that `hyperbatch --help` is fast.
 
 Exit codes: 0 done, 1 the run failed, 2 the input was wrong, 3 trained but missed its target, 75 preempted: run it again
 with --resume auto.
@@ -27,7 +27,7 @@ from hyperbatch.cli.parser import parse
 from hyperbatch.cli.shared import discard_output, is_first_rank, open_streams
 from hyperbatch.errors import InputError, Preempted, RunFailed, notes_of
 
-RANK_0_S = 2.0  # a launcher ends all ranks with the first that fails, and it is rank 0 that says what is wrong
+RANK_0_S = 2.0  # when one rank fails, the launcher ends all ranks; this gives rank 0 time to print the error
 PREEMPTED = 75  # sysexits.h: EX_TEMPFAIL, "try again later"
 
 
@@ -44,18 +44,18 @@ def main(argv: list[str] | None = None) -> int:
         return _fail(error, 1)
     except KeyboardInterrupt as error:
         return _fail("; ".join(("interrupted", *notes_of(error))), 1)
-    except BrokenPipeError:  # the reader of our output has left, as `| head` does
+    except BrokenPipeError:  # the reader of our output has closed it, as `| head` does
         discard_output()
         return 0
 
 
 def command() -> NoReturn:
-    """What the shell starts: `main`, then out."""
+    """The entry point of the shell command: runs `main` and exits."""
     from hyperbatch.engine.ranks import find_ranks
 
     open_streams()
-    with contextlib.suppress(InputError):  # of the environment: `main` tells it
-        if find_ranks() is None:  # the ranks of a launcher would all write to one home
+    with contextlib.suppress(InputError):  # wrong environment variables, which `main` reports
+        if find_ranks() is None:  # the ranks of a launcher would all write to one home folder
             keep_byte_code()
     code = main()
     if "torch" in sys.modules:
@@ -66,11 +66,11 @@ def command() -> NoReturn:
 
 
 def _fail(message: object, code: int) -> int:
-    if is_first_rank():  # what one rank finds wrong is told on all of them, see engine.ranks.together
+    if is_first_rank():  # an error that one rank finds is raised on all ranks, see engine.ranks.together
         try:
-            line = str(message).replace("\n", "\\n")  # the name of a file may hold one
+            line = str(message).replace("\n", "\\n")  # the name of a file may contain one
             print(f"hyperbatch: {line}", file=sys.stderr)
-        except BrokenPipeError:  # nobody reads it, and the code still counts
+        except BrokenPipeError:  # nobody reads the message, but the exit code still counts
             discard_output()
     elif code == 2:
         time.sleep(RANK_0_S)

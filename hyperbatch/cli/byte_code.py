@@ -1,8 +1,8 @@
-"""Byte code of torch's modules, kept by us where Python keeps none.
+"""Caches the byte code of torch's modules if Python does not.
 
-Without it Python compiles a thousand files at every start, which takes longer than all else that an import of torch
-does. pip makes byte code when it installs a package; uv and many container images do not, and then nobody may:
-PYTHONDONTWRITEBYTECODE is set, or the folder cannot be written.
+Without byte code, Python compiles a thousand files at every start, which takes longer than all other work of importing
+torch. pip creates byte code when it installs a package, but uv and many container images do not. Sometimes Python may
+not create it later either, because PYTHONDONTWRITEBYTECODE is set or the folder is not writable.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import sys
 
 from hyperbatch.choices import cache_folder
 
-FOLDER = "byte_code"  # in the cache
+FOLDER = "byte_code"  # in the cache folder
 
 
 def keep_byte_code() -> None:
-    """From now on, this process and those that it starts keep byte code in our cache, if torch has none and gets none.
+    """Makes this process and its children keep byte code in our cache if torch has none and Python writes none.
 
-    For a process that is ours, before it imports what takes long. Python checks each file against its source.
+    Call it only in a process of our own, before slow imports. Python checks each cached file against its source.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None or spec.cached is None or os.path.exists(spec.cached):

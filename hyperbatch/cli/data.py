@@ -41,7 +41,7 @@ def add(verb: AddVerb) -> None:
     verify.add_argument("--decode", action="store_true", help="Decode every image as well.")
     help = "Folder, archive, table or address of the data set."
     action("info", "Describe a data set.").add_argument("folder", metavar="DIR", help=help)
-    for sub in actions.choices.values():  # the flag may stand after the action, too
+    for sub in actions.choices.values():  # the flag may also follow the action
         sub.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
@@ -85,12 +85,12 @@ def _data(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A function that is told (samples done, samples in all) and shows the rate and the time left, on stderr."""
+    """Yields a function (samples done, samples in total) that shows the rate and the remaining time on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    if not console.is_terminal:  # a log: a line now and then
+    if not console.is_terminal:  # a log gets a line every ten seconds
         yield _ProgressLines(what)
         return
     rate = TextColumn("{task.fields[rate]:,.0f} images/s")
@@ -101,8 +101,7 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class _ProgressLines:
-    """A line on stderr every ten seconds. Neither what was done before the first call nor its time counts for the
-    rate."""
+    """Prints a line on stderr every ten seconds. The rate counts only samples and time after the first call."""
 
     def __init__(self, what: str) -> None:
         self._what, self._start_s, self._said_s = what, 0.0, 0.0

@@ -1,5 +1,4 @@
-"""The flags of `hyperbatch train` as people look for them: the dozen that most runs need, all of them by section, and
-the names that other trainers have for them."""
+"""The flags of `hyperbatch train` in its help (common ones, or all by section), and their names in other trainers."""
 
 from __future__ import annotations
 
@@ -10,13 +9,13 @@ from typing import Any
 from hyperbatch.config import section_titles
 from hyperbatch.errors import InputError
 
-# What `train --help` shows, in this order; `--help-all` shows everything.
+# The flags that `train --help` shows, in this order. `--help-all` shows all flags.
 COMMON = (
     *("recipe", "data", "model", "init_from", "epochs", "global_batch", "lr", "precision", "target_top1"),
     *("nproc", "out", "resume", "config", "dry_run", "json", "help", "help_all"),
 )
 
-# What people type -> what they mean. A flag keeps the value that follows it.
+# Flags of other trainers -> our flags. A flag keeps the value that follows it.
 SYNONYMS: dict[str, tuple[str, ...]] = {
     "--learning-rate": ("--lr",),
     "--wd": ("--weight-decay",),
@@ -49,7 +48,7 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "--ema-decay": ("--averaging-decay",),
 }
 _BATCH = "use --global-batch N for the samples per step over all ranks, or --batch-per-rank N for each rank"
-# What people type that could mean several things -> what to give instead.
+# Flags that could mean several things -> what to use instead.
 UNCLEAR = {
     "--batch-size": _BATCH,
     "--bs": _BATCH,
@@ -63,7 +62,7 @@ UNCLEAR = {
 
 
 def translated(arguments: Sequence[str]) -> list[str]:
-    """The arguments with the flags that this command has. InputError names the right ones where a word is unclear."""
+    """Replaces flags of other trainers by ours. InputError names the alternatives if a flag is ambiguous."""
     words: list[str] = []
     for word in arguments:
         flag, equals, value = word.partition("=")
@@ -82,7 +81,7 @@ def translated(arguments: Sequence[str]) -> list[str]:
 
 
 class ShortHelp(argparse.Action):
-    """-h, --help: prints the flags of COMMON and says where the rest are."""
+    """-h, --help: prints the flags of COMMON and says how to list the rest."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **more)

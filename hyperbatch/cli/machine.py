@@ -1,4 +1,4 @@
-"""`hyperbatch profile`, `bench` and `doctor`: what this machine can do, and whether it does it right."""
+"""`hyperbatch profile`, `bench` and `doctor`: measure this machine and check that it computes correctly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from hyperbatch.cli.shared import AddVerb, add_device, is_first_rank, numbers, positive, show
 from hyperbatch.errors import InputError
 
-# What each bench takes beside --json
+# The options of each bench other than --json
 BENCH_OPTIONS = {
     "comm": ("size_mb", "grid", "nproc", "rounds"),
     "step": ("model", "batch", "peers", "max_autotune", "precision", "rounds", "data", "steps", "image_size"),

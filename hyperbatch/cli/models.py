@@ -1,4 +1,4 @@
-"""`hyperbatch eval`, `predict` and `export`: what is done with a trained model."""
+"""`hyperbatch eval`, `predict` and `export`: the verbs for a trained model."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _export(args: argparse.Namespace) -> int:
     from hyperbatch.export import EXPORTS
 
     output = Path(args.output) if args.output else None
-    trust = {"trust_code": args.trust_code} if args.format == "onnx" else {}  # the others build no model
+    trust = {"trust_code": args.trust_code} if args.format == "onnx" else {}  # the other formats do not build the model
     path = EXPORTS[args.format](Path(args.run), output, averaged=args.weights == "averaged", **trust)
     show(args, {"weights": str(path)}, f"weights: {path}")
     return 0

@@ -1,4 +1,4 @@
-"""All verbs as one parser, and one line with the nearest name for a word that is none of them."""
+"""One parser for all verbs, and one-line errors with the nearest name for unknown words."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _check_verb(arguments: list[str], verbs: Mapping[str, Any]) -> None:
-    """InputError for a first word that is no verb: the nearest one, or what to do with a recipe's name."""
+    """Raises InputError if the first word is not a verb, and suggests the nearest one, or `train` for a recipe."""
     verb = arguments[0] if arguments else ""
     if not verb or verb.startswith("-") or verb in verbs:
         return

@@ -1,4 +1,4 @@
-"""`hyperbatch plan` and `simulate`: a run on a cluster, before it is rented."""
+"""`hyperbatch plan` and `simulate`: predict a run on a cluster before you rent it."""
 
 from __future__ import annotations
 
@@ -78,6 +78,6 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _workload(args: argparse.Namespace) -> dict[str, Any]:
-    """What `plan` and `simulate` both ask for."""
+    """The arguments that `plan` and `simulate` share."""
     names = ("cluster", "model", "grid", "algorithm", "global_batch", "batch_per_rank")
     return {name: getattr(args, name) for name in names}

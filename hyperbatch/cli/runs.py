@@ -1,4 +1,4 @@
-"""`hyperbatch report` and `watch`: what a run has written, as a page and in the terminal."""
+"""`hyperbatch report` and `watch`: show the files of a run as a page or in the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the verbs share: the parser's class, types of values, groups of flags, and how an answer is printed."""
+"""What the verbs share: the parser class, types of values, groups of flags, and printing of results."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hyperbatch.record import strict_json
 
 DEVICES = ("auto", "cpu", "cuda")
 
-# What a verb runs: it gets the parsed arguments and returns the exit code.
+# A verb's function: it gets the parsed arguments and returns the exit code.
 Function = Callable[[argparse.Namespace], int]
 AddVerb = Callable[..., "Parser"]  # (name, function, help, **more of argparse) -> the parser to add flags to
 
 
 class Parser(argparse.ArgumentParser):
-    """One line for a mistake, as everywhere else, where argparse would print the usage, too."""
+    """Reports a mistake in one line, as elsewhere; argparse would also print the usage."""
 
     verbs: Mapping[str, argparse.ArgumentParser]
 
@@ -49,7 +49,7 @@ def numbers(text: str, flag: str) -> list[int]:
 
 
 def show(args: argparse.Namespace, values: Any, text: str | Callable[[], str]) -> None:
-    """With --json one object on stdout and nothing else there; otherwise the text for a person."""
+    """Prints one JSON object with --json, and nothing else to stdout; otherwise prints the text."""
     line = strict_json(values) if args.json else text if isinstance(text, str) else text()
     with written():
         print(line)
@@ -57,7 +57,7 @@ def show(args: argparse.Namespace, values: Any, text: str | Callable[[], str]) -
 
 @contextlib.contextmanager
 def written() -> Iterator[None]:
-    """Around what prints an answer: it is flushed, and a disk that has no room for it is told in one line."""
+    """Flushes what was printed inside it, and reports a full disk in one line."""
     try:
         yield
         sys.stdout.flush()
@@ -69,7 +69,7 @@ def written() -> Iterator[None]:
 
 
 def discard_output() -> None:
-    """From here on nobody takes what is written, on which Python would fail once more when it ends."""
+    """Discards all further output. Python would otherwise fail once more when it flushes the closed stream at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -79,13 +79,15 @@ def discard_output() -> None:
 
 
 def open_streams() -> None:
-    """Whoever started this command may have closed its stdin, stdout or stderr (`>&-`). The next files that it opens
-    would get their numbers, and whatever is printed. And no text may be too foreign to be printed."""
+    """Opens stdin, stdout and stderr if the caller has closed them (`>&-`), and accepts every text.
+
+    Otherwise the next opened files would get these descriptors, and receive whatever is printed.
+    """
     for descriptor, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         if getattr(sys, name) is None:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number is `descriptor`
             setattr(sys, name, os.fdopen(descriptor, mode))
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a file or class may have a name that is not in its encoding
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files or classes may not fit the encoding
         is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
         sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "backslashreplace")
 

@@ -1,4 +1,4 @@
-"""`hyperbatch sweep`: many runs of a plan, and their comparison."""
+"""`hyperbatch sweep`: trains many runs of a plan and compares them."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ def _sweep(args: argparse.Namespace) -> int:
         else:
             result = command.sweep(plan_file, out, data=args.data, part=args.part, say=_say, **options)
         show(args, result.to_dict(), lambda: command.format_sweep(result))
-        return 1 if result.all_failed and args.part[1] == 1 else 0  # others may do better than this part
+        return 1 if result.all_failed and args.part[1] == 1 else 0  # other parts may succeed
     return 0
 
 
 def _say(line: str) -> None:
-    """In one piece, since parts side by side write at the same time; `print` writes the line's end by itself."""
+    """Writes the line in one call, since several parts may write at a time; `print` writes the newline separately."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """InputError for a flag that another one would leave without effect."""
+    """Raises InputError for a flag that has no effect with another one."""
     given = {
         "--side-by-side": args.side_by_side > 1,
         "--part": args.part[1] > 1,

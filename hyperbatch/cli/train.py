@@ -1,4 +1,4 @@
-"""`hyperbatch train` and `recipes`: from the recipe, the config file and the flags to one config, and its run."""
+"""`hyperbatch train` and `recipes`: combine recipe, config file and flags into one config, and train it."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def _help(spec: FieldSpec) -> str:
 
 
 def with_resume_value(arguments: list[str]) -> list[str]:
-    """`--resume` alone means yes. argparse would take the recipe that may follow it for its value."""
+    """Replaces `--resume` without a value by `--resume=yes`; argparse would take a following recipe for its value."""
     values = next(spec.choices for spec in fields() if spec.name == "resume")
-    following = [*arguments[1:], ""]  # one more than there are words when there are none
+    following = [*arguments[1:], ""]  # the last word is followed by ""; one longer than `arguments` if they are empty
     pairs = zip(arguments, following)
     return ["--resume=yes" if word == "--resume" and after not in values else word for word, after in pairs]
 
@@ -105,14 +105,14 @@ def _train(args: argparse.Namespace) -> int:
     let_log_fill()
     try:
         record = train(config)
-    except BrokenPipeError as error:  # an answer may be cut off, as by `| head`, but this is no end of a run
+    except BrokenPipeError as error:  # a result may be cut off, as by `| head`, but a run must not end without an error
         raise RunFailed("the run has ended, because the pipe that reads its output was closed") from error
     if is_first_rank():
         from hyperbatch.report.summary import summary
 
         show(args, record.to_dict(), lambda: summary(record))
     missed = record.result.target_top1 is not None and not record.result.reached
-    # Under somebody's launcher a rank that finished exits 0, or the agent would take the miss for a crash.
+    # Under an external launcher a rank that has finished exits with 0, or the agent would take the miss for a crash.
     return 3 if missed and find_ranks() is None else 0
 
 
@@ -124,7 +124,7 @@ def _recipes(args: argparse.Namespace) -> int:
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    """Recipe or the run to continue, then the config file, then flags: every config field is one."""
+    """Combines the recipe, or the run to continue, with the config file and the flags (one per config field)."""
     from hyperbatch.recipes.files import layered, read_config
 
     file = read_config(Path(args.config)) if args.config else None
@@ -143,10 +143,10 @@ def config_of(args: argparse.Namespace) -> Config:
 
 
 def _saved_config(out: str | None, *, is_named: bool) -> Config | None:
-    """Of the run in that folder; None: there is none to continue, which `train` will say.
+    """Returns the config of the run in that folder. None: there is no run to continue, which `train` reports.
 
-    is_named: the command says what to train. Otherwise a run that ended before its first checkpoint begins again as it
-    was started, and not as the default recipe.
+    is_named: the command names what to train. Otherwise a run that ended before its first checkpoint starts again with
+    its own config, and not with the default recipe.
     """
     from hyperbatch.engine.folder import has_checkpoint
     from hyperbatch.recipes.files import run_config
@@ -154,7 +154,7 @@ def _saved_config(out: str | None, *, is_named: bool) -> Config | None:
     if out is None or (is_named and not has_checkpoint(Path(out))):
         return None
     config = run_config(Path(out))
-    if config is None and has_checkpoint(Path(out)):  # of an older version
+    if config is None and has_checkpoint(Path(out)):  # a run of an older version
         from hyperbatch.checkpoint import load
 
         config = load(Path(out)).config
@@ -164,10 +164,10 @@ def _saved_config(out: str | None, *, is_named: bool) -> Config | None:
 def _resumed(
     saved: Config, recipe: str | None, file: Mapping[str, Any], given: dict[str, Any], global_batch: int | None
 ) -> Config:
-    """The saved config, and what the command line says anew; `train` refuses what may not change."""
+    """The saved config with the new values of the command line; `train` rejects those that may not change."""
     from hyperbatch.recipes import find_recipe
 
-    if recipe is not None and find_recipe(recipe).config().recipe != saved.recipe:  # a recipe of one's own has a label
+    if recipe is not None and find_recipe(recipe).config().recipe != saved.recipe:  # a custom recipe has a label
         raise InputError(
             f"--resume: the run in {given['out']} is of recipe {saved.recipe}, not {recipe}; leave the recipe out"
         )
@@ -178,7 +178,7 @@ def _resumed(
 
 
 def _world_size(args: argparse.Namespace, nproc: int, device: str) -> int:
-    """How many ranks this command has or would start."""
+    """The number of ranks that this command has or would start."""
     from hyperbatch.engine.agent import default_nproc
     from hyperbatch.engine.ranks import find_ranks
 

@@ -81,7 +81,7 @@ def _check_shapes(optimizer: LayerwiseOptimizer, order: list[Tensor], saved: lis
 
 
 def _check_rule(optimizer: LayerwiseOptimizer, groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
-    """Raises InputError for another rule's state, which would be ignored silently or used as ours, with its settings."""
+    """Raises InputError for another rule's state, which would be ignored silently or used as ours with its settings."""
     held = {key for state in saved for key, value in state.items() if isinstance(value, Tensor)}
     if not held:
         return

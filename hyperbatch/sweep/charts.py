@@ -1,4 +1,4 @@
-"""The pictures of a sweep: arms against each other, each arm's own search, and the spread over seeds."""
+"""The charts of a sweep: a comparison of the arms, the search of each arm, and the spread over seeds."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hyperbatch.sweep.table import PointResult, arms_of, best_points
 from hyperbatch.sweep.values import key_of
 
 Place = tuple[float, PointResult]
-MOST_LINES = 16  # of single runs, beyond which nobody can tell them apart
-X = ""  # the x axis: its name stands in the title, where it has room
+MOST_LINES = 16  # the most single runs that a reader can tell apart in a chart
+X = ""  # the x axis has no label, since the chart's title names it
 
 
 def sweep_charts(points: Sequence[PointResult]) -> list[Chart]:
-    """Those that have something to show."""
+    """Returns the charts that have data."""
     made = [comparison_chart(points), *search_charts(points), seeds_chart(points)]
     return [chart for chart in made if chart is not None]
 
 
 def comparison_chart(points: Sequence[PointResult]) -> Chart | None:
-    """The best point of each arm against the first condition that is a number and varies."""
+    """Draws the best point of each arm against the first condition that is numeric and varies."""
     best = list(best_points(points).values())
     axis = _varying([point.conditions for point in best])
     if axis is None:
@@ -38,7 +38,7 @@ def comparison_chart(points: Sequence[PointResult]) -> Chart | None:
 
 
 def search_charts(points: Sequence[PointResult]) -> list[Chart]:
-    """A chart for each condition and each number that arms searched first: those arms over that number."""
+    """Draws a chart for each condition and each number that is the first one to vary in the search of some arms."""
     charts = []
     colors = _colors(points)
     points = [point for point in points if point.confirms is None]
@@ -59,7 +59,7 @@ def search_charts(points: Sequence[PointResult]) -> list[Chart]:
 
 
 def seeds_chart(points: Sequence[PointResult]) -> Chart | None:
-    """The runs of each arm's best points, from the worst to the best."""
+    """Draws the runs of each arm's best points, from the lowest accuracy to the highest."""
     lines: list[Line] = []
     colors = _colors(points)
     others = itertools.count(len(colors))
@@ -77,7 +77,7 @@ def seeds_chart(points: Sequence[PointResult]) -> Chart | None:
 
 
 def _varying(settings: Sequence[dict[str, Any]]) -> str | None:
-    """The first field that is a number and has several values."""
+    """Returns the first field that is numeric and has several values."""
     for name in dict.fromkeys(name for values in settings for name in values):
         found = {values[name] for values in settings if name in values and _is_number(values[name])}
         if len(found) > 1 and all(_is_number(values[name]) for values in settings if name in values):
@@ -90,12 +90,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _colors(points: Sequence[PointResult]) -> dict[str, int]:
-    """Of the arms: the same in every chart and in the table."""
+    """The color of each arm, the same in every chart and in the table."""
     return {arm: color for color, arm in enumerate(arms_of(points))}
 
 
 def _chart(key: str, title: str, series: dict[str, list[Place]], colors: dict[str, int]) -> Chart | None:
-    """Means over seeds; bands are their confidence intervals. Of several lines of an arm the first has its color."""
+    """Draws means over seeds, and their confidence intervals as bands. An arm's first line has the arm's color."""
     lines: list[Line] = []
     bands: list[Band] = []
     every: list[float] = []
@@ -115,7 +115,7 @@ def _chart(key: str, title: str, series: dict[str, list[Place]], colors: dict[st
             high = [min(1.0, mean + half) for mean, half in zip(means, halves, strict=True)]
             bands.append(Band(color=color, x=x, low=low, high=high))
         lines.append(Line(label=label, color=color, x=x, y=means, dots=True))
-    if all(len(line.y) < 2 for line in lines):  # single points, e.g. where all others failed: the table has them
+    if all(len(line.y) < 2 for line in lines):  # e.g. because all other points failed; the table has these
         return None
     log = min(every) > 0 and max(every) / min(every) >= 4
     return Chart(

@@ -1,4 +1,4 @@
-"""The command: makes the runs of a plan that its folder has no row of yet, one after another in this process."""
+"""The sweep command: trains the runs of a plan that have no row yet, one after another in this process."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ from hyperbatch.sweep.table import CONFIRM_NOTE, PointResult, format_points, int
 from hyperbatch.sweep.trainer import Trainer, ranks_of
 from hyperbatch.trackers import trackers_of
 
-WAIT_S = 1.0  # between two looks at rows that other commands write
+WAIT_S = 1.0  # between two reads of the rows that other commands write
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepResult:
-    """Where a sweep stands when its command ends."""
+    """The state of a sweep when its command ends."""
 
     name: str
     folder: str
     planned: int
-    done: int  # of these; rows that confirm what is not the best any more are not counted
-    rows: tuple[Row, ...]  # of the plan, in its order
+    done: int  # of the planned runs; without rows that confirm a point that is no longer the best
+    rows: tuple[Row, ...]  # the plan's rows, in its order
     points: tuple[PointResult, ...]
 
     @property
@@ -88,10 +88,11 @@ def sweep(
     keep_runs: bool = False,
     say: Say = lambda line: None,
 ) -> SweepResult:
-    """Trains what is missing and returns all that is there.
+    """Trains the missing runs and returns all results.
 
-    out: the sweep's folder [sweeps/NAME]. data: folder of the data set. part: (k, n), the k-th of n commands side by
-    side. until_s: begin no run later. keep_runs: a folder for each run, with its metrics, under `runs`.
+    out: the sweep's folder [sweeps/NAME]. data: the folder of the data set. part: (k, n), the k-th of n commands side
+    by side. until_s: no run begins after this time. keep_runs: keeps a folder for each run, with its metrics, under
+    `runs`.
     """
     if find_ranks() is not None:
         raise InputError(
@@ -108,7 +109,7 @@ def sweep(
     with contextlib.ExitStack() as stack:
         with written(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(held(folder, part))  # the plan of a command that is refused is not written
+            stack.enter_context(held(folder, part))  # before prepare_folder: a refused command must not write its plan
         stack.enter_context(ended_by_sigterm())
         prepare_folder(folder, plan)
         trainer = Trainer(folder if keep_runs else None)
@@ -126,15 +127,15 @@ def sweep(
                     time.sleep(WAIT_S)
                     continue
                 row = trainer.row_of(run)
-                say(f"{run_label(plan, run)}  {progress_line(row)}")  # first: the row may find no room on the disk
+                say(f"{run_label(plan, run)}  {progress_line(row)}")  # before the row, which may not fit on the disk
                 (folder / PLAN).stat()  # not there: --keep-runs has made a folder again that was deleted with its rows
                 if trainer.environment is not None:
                     note_environment(folder, trainer.environment)
                 append_row(folder, row)
                 trainer.check_device()
-        except BrokenPipeError:  # of stderr
+        except BrokenPipeError:  # stderr was closed
             raise
-        except OSError as error:  # of the folder: what a run raises is in its row
+        except OSError as error:  # of the folder; a run's own errors are in its row
             raise RunFailed(
                 f"the rows can no longer be written to {folder}: {error.strerror}; "
                 "once that is repaired, run the same command again to continue"
@@ -149,13 +150,13 @@ def sweep(
             missing.close()
             trainer.close()
             page = write_if_possible(folder / REPORT, plan)
-        if page is not None:  # the rows are worth more, and whatever else has happened
+        if page is not None:  # only a warning, because the rows matter more
             say(f"warning: {folder / REPORT} could not be written: {page}; the same command writes it later")
     return result_of(plan, folder)
 
 
 def rerun(plan_file: Path, number: int, *, data: str | None = None) -> Row:
-    """Trains one run of the plan now, whether or not there is a row of it, and writes nothing."""
+    """Trains one run of the plan now, even if it already has a row, and writes nothing."""
     plan = load_plan(plan_file, data=data)
     runs = {run.number: run for run in plan.every_run}
     if number not in runs:
@@ -176,12 +177,12 @@ def side_by_side(
     retry_failed: bool = False,
     keep_runs: bool = False,
 ) -> SweepResult:
-    """`count` commands that share the runs and the folder; each has its share of the cores, and one of several GPUs."""
+    """Starts `count` commands that share runs, folder, cores and GPUs. Each uses at most one GPU."""
     plan = load_plan(plan_file, data=data)
     check_runs(plan)
     folder = out or default_folder(plan)
     gpus = visible_gpus()
-    # threads that wait for one another on a core they share take ten times as long
+    # If threads that wait for one another share a core, they take ten times as long.
     shared = {"OMP_NUM_THREADS": str(max(1, usable_cores() // count))} | os.environ
     words = [sys.executable, "-m", "hyperbatch", "sweep", str(plan_file), "--out", str(folder)]
     words += [] if data is None else ["--data", data]
@@ -201,7 +202,7 @@ def side_by_side(
             codes = [child.wait() for child in children]
     except KeyboardInterrupt:
         for child in children:
-            child.terminate()  # a job of a script that was started with & ignores SIGINT, as do its processes
+            child.terminate()  # a job that a script started with & ignores SIGINT, and so do its processes
         codes = [child.wait() for child in children]
     if any(codes):
         raise (InputError if 2 in codes else RunFailed)(
@@ -222,7 +223,7 @@ def default_folder(plan: Plan) -> Path:
 
 
 def check_runs(plan: Plan, runs: Sequence[PlannedRun] | None = None) -> None:
-    """Whatever `hyperbatch train` would say before it starts, for every point of the plan."""
+    """Makes the checks of `hyperbatch train` for every point of the plan, before anything is trained."""
     counts: dict[Any, DataCounts] = {}
     for run in {id(run.point): run for run in runs or plan.runs}.values():
         config = run.config
@@ -236,16 +237,16 @@ def check_runs(plan: Plan, runs: Sequence[PlannedRun] | None = None) -> None:
 
 
 def prepare_folder(folder: Path, plan: Plan) -> None:
-    """Makes it, with the plan in it."""
+    """Creates the folder and writes the plan into it."""
     with written(folder):
         folder.mkdir(parents=True, exist_ok=True)
         replace_text(folder / PLAN, plan.text)
-        read_environments(folder)  # the first row would find no place if it is damaged, after its run
+        read_environments(folder)  # if it is damaged, the first row could not be written after its run
 
 
 @contextlib.contextmanager
 def written(folder: Path) -> Iterator[None]:
-    """Around the first things that are written there."""
+    """Wraps the first writes to the folder and turns their errors into InputError."""
     try:
         yield
     except OSError as error:
@@ -253,7 +254,7 @@ def written(folder: Path) -> Iterator[None]:
 
 
 def write_if_possible(path: Path, plan: Plan) -> str | None:
-    """The report, or why there is none."""
+    """Writes the report. Returns None, or the reason why it could not be written."""
     try:
         write_page(path, plan, result_of(plan, path.parent).points)
     except OSError as error:
@@ -271,7 +272,7 @@ def result_of(plan: Plan, folder: Path) -> SweepResult:
 
 
 def run_label(plan: Plan, run: PlannedRun) -> str:
-    """Its number, of how many: of those that may confirm a search, most are never made."""
+    """The run's number, with the number of runs. Of runs that confirm a search most are never made: no total."""
     return str(run.number) if run.confirms else f"{run.number}/{len(plan.runs)}"
 
 
@@ -286,7 +287,7 @@ def progress_line(row: Row) -> str:
 
 
 def format_sweep(result: SweepResult) -> str:
-    """The table, what is missing, and where the report is."""
+    """Formats the table, the number of missing runs, and the path of the report."""
     left = result.planned - result.done
     lines = [format_points(result.points), interval_note()] if result.points else ["no run has ended yet"]
     lines += [CONFIRM_NOTE] if any(point.confirms for point in result.points) else []
@@ -298,7 +299,7 @@ def format_sweep(result: SweepResult) -> str:
 
 
 def format_plan_runs(plan: Plan) -> str:
-    """What --dry-run prints: every run with its number and its own command, and what follows from them."""
+    """Formats the output of --dry-run: every run with its number and command, and the possible confirmations."""
     lines = [f"{plan.name}: {units.plural(plan.count, 'run')} of {plan.recipe}"]
     for step in plan.in_order():
         if isinstance(step, PlannedRun):

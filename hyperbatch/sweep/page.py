@@ -1,4 +1,4 @@
-"""The report of a sweep: the arms side by side, each one's search, every point, every row."""
+"""The report of a sweep: the arms side by side, the search of each arm, every point and every row."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _alerts(rows: Sequence[Row]) -> Html | None:
 
 
 def _arms(points: Sequence[PointResult]) -> Html | None:
-    """Conditions down, arms across; an arm that searched is shown at its best point."""
+    """A table with a line per condition and a column per arm. An arm that searched is shown at its best point."""
     arms = arms_of(points)
     if len(arms) < 2:
         return None

@@ -1,23 +1,23 @@
-"""A plan file: which runs a sweep makes. Everything that is wrong with one is told before anything is trained.
+"""A plan file, which defines the runs of a sweep. All its mistakes are reported before anything is trained.
 
     name = "lars_against_sgd"
     recipe = "cifar10_resnet"
-    seeds = [0]                   # or how many: 0 to N-1
+    seeds = [0]                   # or their number: 0 to N-1
     confirm = 5                   # fresh seeds for the best point of each search, or a list of them
     [fixed]                       # overrides of every run
     epochs = 30
-    [grid]                        # the conditions under which arms are compared: every combination
+    [grid]                        # arms are compared under every combination of these conditions
     global_batch = [256, 8192]
-    [[arms]]                      # what is compared
+    [[arms]]                      # the alternatives that are compared
     name = "LARS"
     optimizer = "lars"
-    grid.lr = [1, 2, 4]           # this arm's own search: its best point stands for it
-    [[arms]]                      # one more part of the same arm, for some of the conditions
+    grid.lr = [1, 2, 4]           # this arm's own search, of which the best point represents the arm
+    [[arms]]                      # another part of the same arm, for some of the conditions
     name = "LARS"
     when.global_batch = [8192]
     grid.lr = [8, 16]
 
-`docs/sweep.md` describes it. A run is recognised by the digest of its config, so plans may be reordered and grow.
+`docs/sweep.md` describes it. A run is identified by the digest of its config, so plans may be reordered and extended.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ Place = tuple[tuple[tuple[str, str], ...], str]  # a condition, and an arm under
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """Runs that differ in their seed alone: one cell of the table."""
+    """Runs that differ only in their seed. A point is one cell of the table."""
 
     arm: str
-    conditions: Values  # of the plan's grid
-    search: Values  # of the arm's own grid
-    overrides: Values  # of the recipe: these and all others
+    conditions: Values  # values of the plan's grid
+    search: Values  # values of the arm's own grid
+    overrides: Values  # all values that override the recipe, including the two above
 
     @property
     def place(self) -> Place:
@@ -74,11 +74,11 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedRun:
-    number: int  # in the plan, from 1: what --row asks for
-    recipe: str  # as the plan names it; a recipe of one's own may return a config with the label of another
+    number: int  # in the plan, from 1; the argument of --row
+    recipe: str  # as in the plan; the config of a custom recipe may have the label of another recipe
     point: Point
     config: Config
-    confirms: bool = False  # whether it is made only if its point is the best of a search
+    confirms: bool = False  # whether it is trained only if its point is the best of a search
 
     @property
     def seed(self) -> int:
@@ -90,7 +90,7 @@ class PlannedRun:
 
     @property
     def command(self) -> str:
-        """The ordinary command that trains this run alone."""
+        """The `train` command for this run alone."""
         words = ["hyperbatch", "train", self.recipe]
         known = {spec.name: spec for spec in fields()}
         for name, value in ({"nproc": 1} | self.point.overrides | {"seed": self.seed}).items():
@@ -105,15 +105,15 @@ class PlannedRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
-    """An arm under one condition where it has several points: the best of them is trained again with fresh seeds."""
+    """Several points of one arm under one condition. The best of them is trained again with fresh seeds."""
 
-    runs: tuple[PlannedRun, ...]  # which decide on the best
-    seeds: tuple[int, ...]  # that none of them has
-    fresh: tuple[PlannedRun, ...]  # every point with these seeds, so that numbers do not depend on the best
+    runs: tuple[PlannedRun, ...]  # the runs that decide which point is the best
+    seeds: tuple[int, ...]  # fresh seeds, which none of these runs has
+    fresh: tuple[PlannedRun, ...]  # every point with these seeds, so that run numbers do not depend on which is best
 
     @property
     def point(self) -> Point:
-        """The first one, whose arm and conditions are those of all."""
+        """The first point. Its arm and conditions are those of all points."""
         return self.runs[0].point
 
     @property
@@ -127,22 +127,22 @@ class Plan:
     recipe: str
     about: str
     text: str  # of the file
-    runs: tuple[PlannedRun, ...]  # that are made whatever comes out
-    searches: tuple[Search, ...] = ()  # that are confirmed
+    runs: tuple[PlannedRun, ...]  # the runs that are trained in any case
+    searches: tuple[Search, ...] = ()  # the searches that are confirmed
 
     @property
     def every_run(self) -> tuple[PlannedRun, ...]:
-        """With those that confirm a search if their point is its best, in the order in which they are made."""
+        """All runs in training order, including those that are trained only if their point is the best."""
         steps = [(step,) if isinstance(step, PlannedRun) else step.fresh for step in self.in_order()]
         return tuple(itertools.chain(*steps))
 
     @property
     def count(self) -> int:
-        """Of the runs that are made, if every search has a best point."""
+        """The number of runs that are trained if every search has a best point."""
         return len(self.runs) + sum(len(search.seeds) for search in self.searches)
 
     def in_order(self) -> Iterator[PlannedRun | Search]:
-        """A confirmation directly behind its search, since it trains the same arm."""
+        """Yields runs and searches. A confirmation directly follows its search, since it trains the same arm."""
         ends = {search.runs[-1].number: search for search in self.searches}
         for run in self.runs:
             yield run
@@ -180,7 +180,7 @@ class Plan:
 
 
 def load_plan(path: Path, *, data: str | None = None) -> Plan:
-    """data: the data set's folder on this machine, for every run."""
+    """Reads a plan file. data: the folder of the data set on this machine, for every run."""
     try:
         text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
         values = tomllib.loads(text)
@@ -240,7 +240,7 @@ def title(point: Point) -> str:
 
 
 def point_title(arm: str, settings: Values) -> str:
-    """A point in a few words, e.g. `LARS, global batch 8192, lr 2`."""
+    """A short name of a point, e.g. `LARS, global batch 8192, lr 2`."""
     return ", ".join([arm, *(setting(name, value) for name, value in settings.items())])
 
 
@@ -249,10 +249,10 @@ def setting(name: str, value: Any) -> str:
 
 
 def digest(config: Config, given: set[str]) -> str:
-    """What is computed, in twelve letters: every value that is not a default, and the seed.
+    """A digest of what a run computes, in twelve characters: every value that is not a default, and the seed.
 
-    Fields that only say where things are or how the work is cut count where the plan sets them, except the place of the
-    data. Defaults are left out, so that rows stay known when a later version has more fields.
+    Fields that only say where things are or how the work is divided count only if the plan sets them; the folder of the
+    data never counts. Defaults are omitted, so that rows remain valid if a later version has more fields.
     """
     parts = {}
     for spec in fields():
@@ -266,9 +266,9 @@ def digest(config: Config, given: set[str]) -> str:
 def _confirmed(
     runs: Sequence[PlannedRun], confirm: Mapping[Place, Confirm], otherwise: Confirm
 ) -> tuple[list[PlannedRun], list[Search]]:
-    """(the runs, those of a point without a rival followed by more seeds of it; the searches to confirm).
+    """Returns (the runs, the searches to confirm). A point without a rival gets further runs with the fresh seeds.
 
-    What `confirm` adds is numbered behind all other runs, so that it changes no number.
+    The runs that `confirm` adds are numbered after all others, so that they change no number.
     """
     places: dict[Place, list[PlannedRun]] = {}
     for run in runs:
@@ -298,7 +298,7 @@ def _is_search(runs: Sequence[PlannedRun]) -> bool:
 
 
 def _fresh_seeds(confirm: Confirm, runs: Sequence[PlannedRun]) -> list[int]:
-    """Where nothing is chosen, seeds that the runs have already may be named again."""
+    """Returns the seeds that confirm these runs. Without a search, `confirm` may name seeds they already have."""
     used = {run.seed for run in runs}
     if isinstance(confirm, int):
         return list(itertools.islice((seed for seed in itertools.count() if seed not in used), confirm))
@@ -312,25 +312,25 @@ def _fresh_seeds(confirm: Confirm, runs: Sequence[PlannedRun]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Block:
-    """One [[arms]] of the file."""
+    """One [[arms]] table of the file."""
 
     index: int
     name: str
     own: Values
     search: Values
-    when: Values  # those values of the plan's grid that it is for
+    when: Values  # the values of the plan's grid to which the block applies
     seeds: list[int]
-    confirm: Confirm | None  # None: the plan's
+    confirm: Confirm | None  # None: that of the plan
 
     def most_runs(self, grid: Values, confirm: Confirm) -> int:
-        """With a fresh seed of `confirm`, the plan's, for every point."""
+        """The most runs that this block can have, with fresh seeds for every point. confirm: that of the plan."""
         points = math.prod(map(len, [*(grid | self.when).values(), *self.search.values()]))
         fresh = confirm if self.confirm is None else self.confirm
         return points * (len(self.seeds) + (fresh if isinstance(fresh, int) else len(fresh)))
 
 
 def _arms(values: Mapping[str, Any], name: str, grid: Values) -> Iterator[_Block]:
-    """A plan without any is one arm."""
+    """Yields the blocks of the plan. A plan without arms has one."""
     seeds = values.get("seeds", 1)
     read_seeds(seeds, "seeds")
     arms = read_typed(values, "arms", list, [])

@@ -1,4 +1,4 @@
-"""A sweep's rows: one JSON object a line, appended as a run ends, by one process or by several.
+"""The rows of a sweep: one JSON object per line, appended as a run ends, by one or several processes.
 
 DIR/plan.toml  rows.jsonl  environment.json  report.html        runs/NUMBER/ with --keep-runs
 """
@@ -28,46 +28,46 @@ ROWS, PLAN, ENVIRONMENT, REPORT = SWEEP_ROWS, "plan.toml", "environment.json", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One run of a sweep, finished or failed. What a run could not tell is None."""
+    """One run of a sweep, finished or failed. Values that a run did not determine are None."""
 
     run: int  # its number in the plan that made it
     arm: str
-    conditions: Values = field(default_factory=dict)  # of the plan's grid
-    search: Values = field(default_factory=dict)  # of the arm's own grid
-    overrides: Values = field(default_factory=dict)  # of the recipe
+    conditions: Values = field(default_factory=dict)  # values of the plan's grid
+    search: Values = field(default_factory=dict)  # values of the arm's own grid
+    overrides: Values = field(default_factory=dict)  # values that override the recipe
     seed: int
-    confirms: bool = False  # a fresh seed of the best point of a search, which had no part in the choice
+    confirms: bool = False  # whether it is a fresh seed of a search's best point, and so had no part in the selection
     digest: str  # of the config
     recipe: str
     result: Values = field(default_factory=dict)  # as in record.json: top1, train_s, epochs, steps, reached ...
-    setup_s: float | None = None  # before the first step, and captures met later
+    setup_s: float | None = None  # time before the first step, and of captures after it
     eval_s: float | None = None
-    wall_s: float | None = None  # of the whole run, as the sweep saw it
-    error: str | None = None  # why it failed; such a run is not made again without --retry-failed
+    wall_s: float | None = None  # of the whole run, measured by the sweep
+    error: str | None = None  # why it failed; a failed run is repeated only with --retry-failed
     warnings: list[str] = field(default_factory=list)
     device: str | None = None
     torch: str | None = None
     commit: str | None = None
-    time: str | None = None  # when it ended, UTC
-    command: str = ""  # trains this run alone
+    time: str | None = None  # the UTC time at which it ended
+    command: str = ""  # the command that trains this run alone
 
     def number(self, name: str) -> float | None:
-        """A number of the run, from its result or beside it."""
+        """A number of the run, from its result or from the row's other fields."""
         value = self.result.get(name) if name in self.result else getattr(self, name, None)
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     @property
     def title(self) -> str:
-        """Its point in a few words, and whether it confirms it."""
+        """The name of its point, and whether it confirms the point."""
         return point_title(self.arm, {**self.conditions, **self.search}) + (", confirms" if self.confirms else "")
 
     @property
     def top1(self) -> float | None:
-        """None for a run that failed, whatever it had reached by then."""
+        """The accuracy; None for a failed run, even if it had an accuracy before it failed."""
         return None if self.error else self.number("top1")
 
     def to_dict(self) -> Values:
-        """Flat: the parts of the result stand beside the others."""
+        """Returns one flat dict, in which the parts of the result are beside the other fields."""
         values: Values = {}
         for name, value in dataclasses.asdict(self).items():
             values |= value if name == "result" else {name: value}
@@ -81,8 +81,8 @@ class Row:
 
 
 def append_row(folder: Path, row: Row) -> None:
-    """In one piece or not at all, whoever else appends at the same time; a line that a killed process left torn is
-    closed first."""
+    """Appends a row completely or not at all, even if other processes append at the same time. If a killed process has
+    left an incomplete line, that line is ended first."""
     line = strict_json(row.to_dict()).encode() + b"\n"
     with open(folder / ROWS, "a+b", buffering=0) as file, _locked(file.fileno()):
         end = file.seek(0, os.SEEK_END)
@@ -100,8 +100,10 @@ def append_row(folder: Path, row: Row) -> None:
 
 
 def read_rows(folder: Path) -> list[Row]:
-    """In the order in which they were written. Torn lines and others that are no rows are left out: their runs are
-    made again."""
+    """Returns the rows in the order in which they were written.
+
+    Incomplete lines and lines that are not rows are skipped, and their runs are trained again.
+    """
     try:
         text = (folder / ROWS).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -110,19 +112,19 @@ def read_rows(folder: Path) -> list[Row]:
         raise InputError(f"{folder / ROWS}: cannot be read ({error.strerror})") from None
     rows = []
     for line in text.splitlines():
-        with contextlib.suppress(ValueError, TypeError):  # torn, or without what every row has
+        with contextlib.suppress(ValueError, TypeError):  # an incomplete line, or one without the required fields
             if isinstance(values := json.loads(line), dict):
                 rows.append(Row.from_dict(values))
     return rows
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """One row a run: the last one that was written."""
+    """Returns one row per run: the one that was written last."""
     return list({row.digest: row for row in rows}.values())
 
 
 def of_plan(rows: Iterable[Row], runs: Sequence[PlannedRun]) -> list[Row]:
-    """The rows of these runs, in their order and with the names that the plan has for them now."""
+    """Returns the rows of these runs, in their order and with the names that the plan has now."""
     found = {row.digest: row for row in rows}
     return [
         dataclasses.replace(
@@ -139,7 +141,7 @@ def of_plan(rows: Iterable[Row], runs: Sequence[PlannedRun]) -> list[Row]:
 
 
 def read_environments(folder: Path) -> list[Values]:
-    """What the rows were made with."""
+    """The environments in which the rows were made."""
     path = folder / ENVIRONMENT
     try:
         return json.loads(path.read_text())
@@ -150,7 +152,7 @@ def read_environments(folder: Path) -> list[Values]:
 
 
 def note_environment(folder: Path, environment: Values) -> None:
-    """Adds what rows were made with, where it is not there yet."""
+    """Adds the environment of a row to the file if it is not there yet."""
     with open(folder / ROWS, "ab") as file, _locked(file.fileno()):
         known = read_environments(folder)
         if environment not in known:
@@ -161,4 +163,4 @@ def note_environment(folder: Path, environment: Values) -> None:
 def _locked(file: int) -> Iterator[None]:
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_EX)
-    yield  # closing the file lets go
+    yield  # closing the file releases the lock

@@ -1,6 +1,6 @@
-"""Several commands fill one folder: who makes which runs, and who is still at work. Locks end with their process.
+"""File locks for several commands that fill one folder: who trains which runs, and who is still searching.
 
-Where a file system has no locks, none of them holds anybody up.
+A lock ends with its process. On a file system without locks, no command waits for another.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ SEARCH_LOCK, CLAIMS = ".search.lock", ".confirm.lock"
 
 @contextlib.contextmanager
 def held(folder: Path, part: tuple[int, int]) -> Iterator[None]:
-    """Two commands must not make the same runs in one folder: neither the same part, nor parts of another division."""
+    """Locks this part of the folder. Two commands must not train the same part, or parts of different divisions."""
     of = f"-of-{part[1]}.lock"
     with (folder / f".part-{part[0]}{of}").open("w") as file:
         others = [path for path in folder.glob(".part-*-of-*.lock") if not path.name.endswith(of)]
-        # Shared: two commands that look at the same time do not take each other for the holder.
+        # A shared lock, so that two commands that check at the same time do not take each other for the owner.
         if not _lock(file) or any(_is_held(path, fcntl.LOCK_SH) for path in others):
             raise InputError(
                 f"{folder} is in use by another sweep; wait for it, or divide the runs with --part K/N and the same N "
@@ -32,7 +32,7 @@ def held(folder: Path, part: tuple[int, int]) -> Iterator[None]:
 
 
 def _lock(file: IO[str], kind: int = fcntl.LOCK_EX) -> bool:
-    """False where another process holds it."""
+    """Returns False if another process has the lock."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -49,7 +49,7 @@ def _is_held(path: Path, kind: int = fcntl.LOCK_EX) -> bool:
 
 @contextlib.contextmanager
 def searching(folder: Path) -> Iterator[None]:
-    """While this command has runs of its own part to make, for which searches may be waiting."""
+    """Marks this command as searching while it has runs of its own part to train, for which other commands may wait."""
     with (folder / SEARCH_LOCK).open("a") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_SH)
@@ -57,17 +57,17 @@ def searching(folder: Path) -> Iterator[None]:
             yield
         finally:
             with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_UN)  # closing would leave it to processes that were forked meanwhile
+                fcntl.flock(file, fcntl.LOCK_UN)  # closing alone would leave it to forked processes
 
 
 def others_search(folder: Path) -> bool:
-    """Whether any command is `searching`; this one must have ended its own."""
+    """Whether another command is `searching`. This command must have left its own `searching`."""
     return _is_held(folder / SEARCH_LOCK)
 
 
 @contextlib.contextmanager
 def claimed(folder: Path, digest: str) -> Iterator[bool]:
-    """Whether a run that any command may make is this one's: one byte of a file is locked meanwhile, by its digest."""
+    """Whether this command may train a run that all commands may train. Meanwhile it locks the run's byte of a file."""
     with (folder / CLAIMS).open("a") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, int(digest, 16))

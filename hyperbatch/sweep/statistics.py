@@ -12,11 +12,11 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """Of n values. One value has no deviation, and no interval."""
+    """Statistics of n values. A single value has no deviation and no interval."""
 
     n: int
     mean: float | None
-    deviation: float | None  # of the sample: n - 1 in the denominator
+    deviation: float | None  # sample standard deviation, with n - 1 in the denominator
     half_width: float | None  # the mean lies within mean +- this with CONFIDENCE, if values are normally distributed
     low: float | None
     high: float | None
@@ -32,7 +32,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def t_probability(t: float, degrees: int) -> float:
-    """P(|T| <= t) with whole degrees of freedom: the finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    """P(|T| <= t) with whole degrees of freedom, by the finite sums of Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     theta = math.atan2(t, math.sqrt(degrees))
     sine, cosine = math.sin(theta), math.cos(theta)
     odd = degrees % 2

@@ -1,4 +1,4 @@
-"""Rows -> one line a point: how often it was run, and mean, deviation and interval of what came out."""
+"""Rows -> one line per point: the number of its runs, and mean, deviation and interval of their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIRM_NOTE = (
     "The mean of a confirmed point is from fresh seeds, which had no part in the selection. The mean of a point that "
     "is only the best of its search is biased upwards."
 )
-ACROSS = 5  # arms for which a page is wide enough
+ACROSS = 5  # the most arms that fit side by side on a page
 OTHER_ACCURACIES = {"top1_plain": "top-1 without test-time augmentation"}
 TIMES = {"run_s": "whole run", "train_s": "training", "time_to_target_s": "to target"}
 MEASURES = ("run_s", "train_s", "time_to_target_s", "setup_s", "eval_s", "wall_s", "epochs", "steps")
@@ -32,9 +32,9 @@ class Choice:
     """The search whose best point was trained again with fresh seeds."""
 
     points: int
-    fewest_seeds: int  # of a point
+    fewest_seeds: int  # the fewest seeds of any point
     most_seeds: int
-    stands: bool  # whether the point is the best of the search as it is now: a wider one may have found a better
+    stands: bool  # whether the point is still the best of the search: one that was extended later may have a better one
 
     def __str__(self) -> str:
         if not self.stands:
@@ -46,15 +46,15 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PointResult:
-    """All runs of one point, or those that confirm it. Failed ones are counted and have no part in the means."""
+    """All runs of one point, or those that confirm it. Failed runs are counted but excluded from the means."""
 
     arm: str
     conditions: Values
     search: Values
-    confirms: Choice | None  # None: runs that were made whatever came out
+    confirms: Choice | None  # None: runs that are trained in any case
     rows: tuple[Row, ...]
     top1: Spread
-    measures: dict[str, Spread]  # of MEASURES, and other accuracies that a run states (e.g. without augmentation)
+    measures: dict[str, Spread]  # MEASURES, and other accuracies that a run reports (e.g. without augmentation)
 
     @property
     def failed(self) -> int:
@@ -87,7 +87,7 @@ class PointResult:
 
 
 def points_of(rows: Iterable[Row]) -> list[PointResult]:
-    """In the order in which they first appear."""
+    """Returns the points in the order in which they first appear."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         name = repr((row.arm, key_of(row.conditions), key_of(row.search), row.confirms))
@@ -97,7 +97,7 @@ def points_of(rows: Iterable[Row]) -> list[PointResult]:
 
 
 def _point(rows: Sequence[Row], among: Sequence[PointResult] | None = None) -> PointResult:
-    """among: those of which these rows confirm one."""
+    """among: the points of which these rows confirm one."""
     first, good = rows[0], [row for row in rows if row.error is None]
     named = {name for row in good for name in row.result if name.startswith("top1_")}
     more = sorted(name for name in named if any(row.number(name) is not None for row in good))
@@ -128,9 +128,9 @@ def _choice(row: Row, among: Sequence[PointResult]) -> Choice:
 
 
 def best_points(points: Iterable[PointResult]) -> dict[Place, PointResult]:
-    """Of each arm under each condition: the point with the highest mean accuracy, the first of equals.
+    """Returns the point with the highest mean accuracy of each arm under each condition; the first of equal ones.
 
-    If its fresh seeds are there, they speak for it.
+    If the point was confirmed, the runs with fresh seeds represent it.
     """
     best: dict[Place, PointResult] = {}
     for point in points:
@@ -142,13 +142,13 @@ def best_points(points: Iterable[PointResult]) -> dict[Place, PointResult]:
 
 
 def is_unconfirmed(point: PointResult, points: Iterable[PointResult]) -> bool:
-    """Whether it stands for an arm because it was the best of several, by the very runs that are shown."""
+    """Whether a point represents its arm because it was the best of several, judged by the runs that are shown."""
     rivals = {key_of(other.search) for other in points if other.place == point.place and other.confirms is None}
     return point.confirms is None and len(rivals) > 1
 
 
 def counted(point: PointResult) -> str:
-    """`10`, or `9 + 1 failed`."""
+    """The number of runs: `10`, or `9 + 1 failed`."""
     return str(point.top1.n) + (f" + {point.failed} failed" if point.failed else "")
 
 
@@ -157,9 +157,9 @@ def _merit(point: PointResult) -> tuple[bool, float]:
 
 
 def progress(plan: Plan, points: Sequence[PointResult]) -> tuple[int, int]:
-    """(runs that are done, runs of the plan), without those that confirm what is not the best any more.
+    """Returns (runs that are done, runs of the plan), without runs that confirm a point that is no longer the best.
 
-    A search without a best point has nothing to confirm.
+    A search in which every run failed has no best point and nothing to confirm.
     """
     done = sum(len(point.rows) for point in points if point.confirms is None or point.confirms.stands)
     vain = 0
@@ -175,7 +175,7 @@ def arms_of(points: Iterable[PointResult]) -> list[str]:
 
 
 def compared(points: Sequence[PointResult]) -> tuple[list[str], list[tuple[list[str], list[PointResult | None]]]]:
-    """(names of the conditions, a line for each condition: its values, and the best point of every arm there)."""
+    """Returns (names of the conditions, a line for each condition: its values and the best point of every arm)."""
     best, arms = best_points(points), arms_of(points)
     names = list(dict.fromkeys(name for point in points for name in point.conditions))
     places = sorted({key_of(point.conditions) for point in points}, key=lambda place: [_in_order(v) for _, v in place])
@@ -185,9 +185,9 @@ def compared(points: Sequence[PointResult]) -> tuple[list[str], list[tuple[list[
 def side_by_side(
     points: Sequence[PointResult], arms: Sequence[Any], cells: Callable[[Sequence[PointResult | None]], Sequence[Any]]
 ) -> tuple[list[Any], list[list[Any]]]:
-    """The arms compared, as (head, rows): conditions down and arms across, or arms down where they are many.
+    """Returns the comparison of the arms as (head, rows): a row per condition, or a row per arm if there are many arms.
 
-    arms: their names as they are shown. cells: what is shown of the points of one condition.
+    arms: their names as they are shown. cells: returns the cells for the points of one condition.
     """
     names, lines = compared(points)
     if len(arms) <= ACROSS:
@@ -202,7 +202,7 @@ def side_by_side(
 
 
 def _in_order(text: str) -> tuple[float, str]:
-    """Numbers by size, then texts."""
+    """The sort key: numbers by size, then texts."""
     try:
         return float(text), ""
     except ValueError:
@@ -217,7 +217,7 @@ def setting_names(points: Iterable[PointResult]) -> list[str]:
 
 
 def columns(points: Sequence[PointResult]) -> tuple[list[str], list[list[str]]]:
-    """(head, a row of texts a point): what terminal, report and documents show."""
+    """Returns (head, a row of texts per point), as terminal, report and documents show them."""
     names = setting_names(points)
     more = list(dict.fromkeys(name for point in points for name in point.measures if name.startswith("top1_")))
     times = [name for name in TIMES if any(point.measures[name].n for point in points)]
@@ -238,12 +238,12 @@ def columns(points: Sequence[PointResult]) -> tuple[list[str], list[list[str]]]:
 
 
 def accuracy(values: Spread) -> str:
-    """The mean and how far it is known."""
+    """The mean and its confidence interval."""
     return _with_interval(percent(values.mean), percent(values.half_width), values)
 
 
 def percent(share: float | None) -> str:
-    """Always two digits: columns are compared."""
+    """Formats a fraction with two decimals, so that columns can be compared."""
     return units.NONE if share is None else f"{share:.2%}".replace("%", " %")
 
 
@@ -264,7 +264,7 @@ def _with_interval(mean: str, half: str, values: Spread) -> str:
 
 
 def found(point: PointResult) -> str:
-    """What an arm's own search came to, e.g. `lr 2, trust coefficient 0.04`."""
+    """The values that an arm's own search selected, e.g. `lr 2, trust coefficient 0.04`."""
     return ", ".join(setting(name, value) for name, value in point.search.items())
 
 
@@ -274,6 +274,6 @@ def interval_note() -> str:
 
 
 def format_points(points: Sequence[PointResult]) -> str:
-    """Aligned lines for a terminal."""
+    """Formats the points as aligned lines for a terminal."""
     head, rows = columns(points)
     return "\n".join(text_table(head, rows, left=len(head)))

@@ -1,4 +1,4 @@
-"""Turns planned runs into rows: runs of one process in a session that lasts, others by ranks of their own."""
+"""Turns planned runs into rows: runs with one process share a lasting session, others start ranks of their own."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from hyperbatch.engine.session import Session
 
 
-OF_ONE_RUN = ("host", "date")  # what a record says of its surroundings, but no two runs need have in common
+OF_ONE_RUN = ("host", "date")  # fields of a record's environment that differ between runs
 
 
 def ranks_of(config: Config) -> int:
-    """Processes of a run: one, unless the plan says otherwise."""
+    """The number of processes of a run: one, unless the plan sets nproc."""
     return config.run.nproc or default_nproc(config.run.device)
 
 
 class Trainer:
-    """`row_of` one run after another; `close` at the end."""
+    """Call `row_of` for one run after another, and `close` at the end."""
 
     def __init__(self, folder: Path | None) -> None:
-        """folder: where runs leave what they write, if they are to."""
+        """folder: where runs keep their files; None if they are not kept."""
         self._folder = folder
         self._session: Session | None = None
         self._commit = commit()
-        self.environment: dict[str, Any] | None = None  # of the run before
+        self.environment: dict[str, Any] | None = None  # that of the last run
         self._suspect = False  # whether the device may be lost
 
     def row_of(self, run: PlannedRun) -> Row:
@@ -81,8 +81,8 @@ class Trainer:
         return None if self._session is None else self._session.failure
 
     def _train(self, config: Config, out: Path | None) -> RunRecord:
-        if ranks_of(config) > 1 or config.run.max_restarts or config.run.tracker is not None:  # no part of a session
-            self.close()  # its memory is for the ranks that start
+        if ranks_of(config) > 1 or config.run.max_restarts or config.run.tracker is not None:  # sessions lack these
+            self.close()  # frees the session's memory for the ranks
             return self._train_apart(config, out)
         from hyperbatch.engine.session import Session
 
@@ -94,7 +94,7 @@ class Trainer:
             return train(config.override(out=str(out or Path(scratch) / "run"), keep_checkpoints=0))
 
     def check_device(self) -> None:
-        """After an error that nobody expected: a GPU that is lost to this process would fail every run that follows."""
+        """Checks the GPU after an unexpected error: if this process has lost it, all further runs would fail."""
         if self._suspect:
             import torch
 
@@ -114,7 +114,7 @@ class Trainer:
 
 
 def described(record: RunRecord) -> dict[str, Any]:
-    """What a record says of its run, for a row."""
+    """The fields of a row that come from a run's record."""
     clock = record.clock
     return {
         "result": asdict(record.result),

@@ -1,4 +1,4 @@
-"""Values of a plan file: read as the config reads them, each mistake told in one line."""
+"""The values of a plan file. They are read as the config reads them, and each mistake is reported in one line."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ NOT_HERE = {
     "out": "a sweep's folder is given with --out",
     "resume": "a sweep continues automatically",
 }
-MOST_RUNS = 20_000  # of a plan: checking a run takes a millisecond, so that a slip in a grid would look like a hang
-MOST_LETTERS = 200  # of a name: file systems take 255 bytes
-GLOBAL_BATCH = "global_batch"  # not a field: it scales every batch phase, as --global-batch does
+MOST_RUNS = 20_000  # of a plan: checking takes a millisecond per run, so a slip in a grid would look like a hang
+MOST_LETTERS = 200  # of a name: file systems allow 255 bytes
+GLOBAL_BATCH = "global_batch"  # not a config field; it scales every batch phase, as --global-batch does
 
 Values = dict[str, Any]
-Confirm = int | list[int]  # how many fresh seeds, or which
+Confirm = int | list[int]  # the number of fresh seeds, or a list of them
 
 
 def show(value: Any) -> str:
-    """A value as the command line writes it."""
+    """Formats a value as the command line writes it."""
     return format_value(_tuples(value))
 
 
 def key_of(settings: Values) -> tuple[tuple[str, str], ...]:
-    """Equal for equal settings, however a plan or a row writes them."""
+    """A key that is equal for equal settings, whichever way a plan or a row writes them."""
     return tuple((name, show(value)) for name, value in settings.items())
 
 
@@ -47,7 +47,7 @@ def read_typed(values: Mapping[str, Any], key: str, kind: type, default: Any) ->
 
 
 def read_name(values: Mapping[str, Any], default: str) -> str:
-    """Of an arm: it stands in tables, labels of charts and lines of progress."""
+    """Reads the name of an arm, which appears in tables, labels of charts and lines of progress."""
     name = read_typed(values, "name", str, default)
     if not name.strip() or not name.isprintable() or len(name) > MOST_LETTERS:
         raise InputError(f"arm name = {name!r}: give a name of 1 to {MOST_LETTERS} printable characters in one line")
@@ -55,7 +55,7 @@ def read_name(values: Mapping[str, Any], default: str) -> str:
 
 
 def read_folder_name(values: Mapping[str, Any], default: str) -> str:
-    """Of the plan, whose folder may be called so."""
+    """Reads the name of the plan, which its folder may have too."""
     name = read_typed(values, "name", str, default)
     odd = not name.isprintable() or any(letter in name for letter in "/\\ ") or name.strip(".") == ""
     if odd or len(name.encode()) > MOST_LETTERS:
@@ -114,7 +114,7 @@ def read_grid(table: Mapping[str, Any], where: str) -> Values:
 
 
 def _value(name: str, value: Any, where: str, more: Sequence[str] = ()) -> Any:
-    """A field's value; texts are read as the command line reads them."""
+    """Reads a field's value. Texts are parsed as on the command line."""
     known = {spec.name: spec for spec in fields()}
     if name in NOT_HERE:
         raise InputError(f"{where}: {name} does not belong there; {NOT_HERE[name]}")
