@@ -1,1 +1,1 @@
-"""The bench verbs, and the emulated cluster they use."""
+"""The measurements behind `hyperbatch bench`."""

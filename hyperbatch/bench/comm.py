@@ -1,4 +1,4 @@
-"""`hyperbatch bench comm`: one message by every all-reduce against the backend's own, on the ranks and links you have.
+"""`hyperbatch bench comm`: compares every all-reduce with the backend's own, on your ranks and links.
 
     torchrun --nnodes N --nproc-per-node 8 ... -m hyperbatch bench comm    between hosts (or srun, mpirun)
     hyperbatch bench comm --nproc 4                                        between processes of this host
@@ -37,7 +37,7 @@ TIMEOUT_S = 300
 def bench_comm(
     *, size_mb: float = 25.0, rounds: int = 5, grid: str | None = None, nproc: int | None = None
 ) -> dict[str, Any]:
-    """Rows of seconds for a message of `size_mb`. Under a launcher every rank calls it and gets the same answer.
+    """Returns rows of seconds for a message of `size_mb`. Under a launcher, all ranks call it and get the same result.
 
     grid: ROWSxCOLUMNS of the ranks, by default hosts x ranks per host. nproc: ranks to start on this host, by default
     one per GPU.
@@ -82,9 +82,9 @@ def _measure(ranks: Ranks, size_bytes: int, rounds: int, grid: str | None) -> di
 
 
 def all_reduces(tensor: Tensor, comm: GridComm) -> list[Candidate]:
-    """Each algorithm and wire precision on this tensor, and what torch itself offers."""
+    """Returns each algorithm and wire precision on this tensor, and torch's own all-reduce for comparison."""
 
-    def plain_bf16() -> None:  # as DDP's bf16 hook does it
+    def plain_bf16() -> None:  # as DDP's bf16 hook does
         half = tensor.to(BF16)
         dist.all_reduce(half)
         tensor.copy_(half)
@@ -102,7 +102,7 @@ def all_reduces(tensor: Tensor, comm: GridComm) -> list[Candidate]:
 
 
 def time_all_reduces(tensor: Tensor, comm: GridComm, rounds: int) -> dict[str, list[float]]:
-    """Candidate -> seconds in each round, the same on every rank; a smaller message opens the connections."""
+    """Maps candidates to seconds in each round, the same on every rank. First, small messages open the connections."""
     measure = partial(slowest_s, device=tensor.device)
     for candidate in all_reduces(tensor[: WARM_UP_BYTES // 4], comm):
         measure(candidate.run)
@@ -110,7 +110,7 @@ def time_all_reduces(tensor: Tensor, comm: GridComm, rounds: int) -> dict[str, l
 
 
 def all_reduce_rows(samples: dict[str, list[float]], size_bytes: int) -> list[dict[str, Any]]:
-    """A row for each candidate; 16-bit messages are compared with a 16-bit peer."""
+    """Returns a row for each candidate. 16-bit messages are compared with a 16-bit peer."""
     table = []
     for half in (False, True):
         names = [name for name in samples if ("bf16" in name) == half]

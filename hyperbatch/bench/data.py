@@ -1,8 +1,8 @@
-"""`hyperbatch bench data`: images a second from files to normalised batches on the device, ours against others'.
+"""`hyperbatch bench data`: images per second from files to normalised batches on the device, ours against others'.
 
 Every candidate reads the same distinct generated JPEGs, makes a random-resized crop, mirrors, normalises and batches
 them. Files are read once before timing, so they come from the page cache: this measures decoding, not disks. Small
-images in memory have rows and a peer of their own (`data_arrays`).
+images in memory have separate rows and a separate peer (`data_arrays`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hyperbatch.data.source import EncodedSource, open_data
 from hyperbatch.schedule import resolve_phases, steps
 from hyperbatch.stopwatch import wall_s
 
-SMALL_SIDE = 256  # pixels: the shorter side of images in the shards that are packed smaller
+SMALL_SIDE = 256  # pixels: the shorter side of images in the smaller shards
 JPEG_QUALITY = 87  # of the generated files
 
 
@@ -50,10 +50,11 @@ def bench_data(
     peers: Sequence[str] | None = None,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Rows of images a second. threads: of ours, and worker processes of others; 0: one per core.
+    """Returns rows of images per second.
 
-    images, batch, passes over the set in a round: 0 for 256, 64 and 1 on a CPU; 2,048, 256 and 4 on a GPU.
-    peers: of dataloader, dali and arrays; None for all that are installed.
+    threads: number of our threads and of others' worker processes; 0 means one per core.
+    images, batch, passes over the set in a round: 0 means 256, 64 and 1 on a CPU, and 2,048, 256 and 4 on a GPU.
+    peers: a selection of dataloader, dali and arrays; None means all that are installed.
     """
     names = check_names(peers)
     target = harness.pick_device(device)
@@ -119,7 +120,8 @@ def bench_data(
 
 
 def write_jpegs(folder: Path, count: int, width: int, height: int) -> float:
-    """A folder tree of distinct JPEGs with the detail of photographs (about 70 kB at 500x375); their mean size."""
+    """Writes a tree of distinct JPEGs with the detail of photographs (about 70 kB at 500x375). Returns the mean
+    size."""
     for split in ("train", "val"):
         for name in ("a", "b"):
             (folder / split / name).mkdir(parents=True)
@@ -134,7 +136,7 @@ def write_jpegs(folder: Path, count: int, width: int, height: int) -> float:
         return path.stat().st_size
 
     with ThreadPoolExecutor() as pool:
-        return float(np.mean(list(pool.map(write, range(count + 2)))))  # the last two: a set must have a val split
+        return float(np.mean(list(pool.map(write, range(count + 2)))))  # the last two are the val split
 
 
 def _encoded(folder: Path) -> EncodedSource:
@@ -145,7 +147,7 @@ def _encoded(folder: Path) -> EncodedSource:
 
 def _images_per_s(run: Callable[[], int], device: torch.device) -> float:
     counts: list[int] = []
-    seconds = wall_s(lambda: counts.append(run()), device=device)  # the last batch counts when it has arrived
+    seconds = wall_s(lambda: counts.append(run()), device=device)  # until the last batch has arrived
     return counts[0] / seconds
 
 

@@ -1,7 +1,7 @@
 """Rows of `hyperbatch bench data` for small images in memory: shifted with reflection, mirrored every other epoch.
 
-On a GPU the set lies in its memory. The peer is what speed-runs of CIFAR-10 write in plain torch: the whole set padded
-once, and every epoch cut, mirrored and shuffled as one tensor.
+On a GPU the set is in GPU memory. The peer is what speed-runs of CIFAR-10 do in plain torch: the whole set is padded
+once, and every epoch is cropped, mirrored and shuffled as one tensor.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def array_rows(
     peer: bool,
     told: Callable[[str, float], None],
 ) -> list[dict[str, Any]]:
-    """Two epochs in batches of each size; images_per_s: measures what returns how many images it made.
+    """Times two epochs in batches of each size.
 
-    peer: beside plain torch. told: as for `harness.interleave`.
+    images_per_s: measures a function that returns how many images it made. peer: whether plain torch is measured too.
+    told: as for `harness.interleave`.
     """
     pixels = np.random.default_rng(0).integers(0, 256, (images, _SIDE, _SIDE, 3), dtype=np.uint8)
     source = ArraySource(

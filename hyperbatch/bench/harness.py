@@ -1,6 +1,6 @@
-"""What every bench verb shares: interleaved rounds, order statistics, and rows that say where they come from.
+"""Shared by all bench verbs: interleaved rounds, order statistics, and rows that name device, versions and commit.
 
-    round 1   a b c | round 2   b c a | round 3   c a b ...      drift of the machine hits all candidates alike
+    round 1   a b c | round 2   b c a | round 3   c a b ...      drift of the machine affects all candidates alike
 
 A verb's result is one JSON object: {"bench", "device", "versions", "commit", "rows": [...]}.
 """
@@ -24,7 +24,7 @@ from hyperbatch.tables import text_table
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """Something to time. `peer`: others' work, which ours is held against."""
+    """A function to time. `peer`: whether it is someone else's code, with which ours is compared."""
 
     name: str
     run: Callable[[], Any]
@@ -40,9 +40,9 @@ def interleave(
     before_round: Callable[[], None] = lambda: None,
     told: Callable[[str, float], None] = lambda what, sample: None,
 ) -> dict[str, list[float]]:
-    """name -> one sample per round. Each round starts with another candidate.
+    """Returns one sample per round for each name. Each round starts with another candidate.
 
-    told: hears of each sample, the first ones of the warm-up included.
+    told: is called with each sample, including those of the warm-up.
     """
     for candidate in candidates:
         for _ in range(warmup):
@@ -58,7 +58,7 @@ def interleave(
 
 
 def say(text: str) -> None:
-    """Where a bench of minutes stands, on stderr: stdout is the result's."""
+    """Prints the progress of a long bench to stderr, because stdout is for the result."""
     print(f"  ... {text}", file=sys.stderr, flush=True)
 
 
@@ -71,7 +71,7 @@ def rows(
     higher_is_better: bool = False,
     **extra: Any,
 ) -> list[dict[str, Any]]:
-    """One row per candidate. ratio_to_best_peer: own median over the best peer's; null when there is no peer."""
+    """Returns one row per candidate. ratio_to_best_peer: its median divided by the best peer's; null without peers."""
     medians = {c.name: statistics.median(samples[c.name]) * scale for c in candidates}
     peers = [medians[c.name] for c in candidates if c.peer]
     best = (max if higher_is_better else min)(peers) if peers else None
@@ -96,7 +96,7 @@ def rows(
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """By linear interpolation between neighbours of an ordered sample."""
+    """The quantile of an ordered sample, with linear interpolation between neighbours."""
     place = q * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
@@ -115,7 +115,7 @@ def result(bench: str, table: list[dict[str, Any]], *, device: str | None = None
 
 
 def pick_device(name: str) -> torch.device:
-    """The named device; for "auto" the first GPU, or the CPU where there is none."""
+    """Returns the named device. "auto" is the first GPU, or the CPU if there is none."""
     return torch.device("cuda:0" if name == "auto" and torch.cuda.is_available() else name.replace("auto", "cpu"))
 
 
@@ -126,7 +126,7 @@ def device_name() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Of everything a timing may depend on; null: not installed."""
+    """The versions of everything on which a timing may depend; null means not installed."""
     found: dict[str, str | None] = {
         "hyperbatch": hyperbatch.__version__,
         "python": platform.python_version(),
@@ -141,7 +141,7 @@ def versions() -> dict[str, str | None]:
 
 
 def format_table(report: dict[str, Any]) -> str:
-    """The result for people."""
+    """Formats the result as text."""
     lines = [f"{report['bench']} on {report['device']} (commit {report['commit'] or 'unknown'})"]
     for unit, better in dict.fromkeys((row["unit"], row["better"]) for row in report["rows"]):
         rows = [

@@ -1,8 +1,8 @@
-"""`hyperbatch bench lars`: one optimizer step over a model's tensors, ours against what people use.
+"""`hyperbatch bench lars`: one optimizer step over a model's tensors, ours against common implementations.
 
-Random weights and gradients of the model's shapes; no forward, no backward. On a GPU each candidate is timed as a
-captured graph where it can be captured ("graph": the device's time alone) and as plain calls ("eager": what a Python
-loop sees). All candidates of a model run in the same interleaved rounds.
+Weights and gradients are random, in the model's shapes; there is no forward and no backward. On a GPU each candidate is
+timed as plain calls ("eager": the time that a Python loop sees) and, if it can be captured, as a graph ("graph": the
+device's time alone). All candidates of a model run in the same interleaved rounds.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -30,7 +30,7 @@ HYPER: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-5}
 
 
 def shapes(model: str) -> list[tuple[str, tuple[int, ...]]]:
-    """(kind, shape) of each trainable tensor. `thousand`: 1,000 tensors of 1 to 65,536 elements."""
+    """Returns (kind, shape) of each trainable tensor. `thousand`: 1,000 tensors of 1 to 65,536 elements."""
     if model == "thousand":
         return [("weight", (1 << (i % 17), 1)) if i % 2 else ("norm", (1 << (i % 17),)) for i in range(1000)]
     return [(spec.kind, spec.shape) for spec in tensors(model)]
@@ -65,9 +65,9 @@ def bench_lars(
     rounds: int = 20,
     peers: bool = True,
 ) -> dict[str, Any]:
-    """Rows of milliseconds a step, for each model (default: all on a GPU, ResNet-50 on a CPU) and precision.
+    """Returns rows of milliseconds per step, for each model (default: all on a GPU, ResNet-50 on a CPU) and precision.
 
-    Peers run in fp32, where they are usual.
+    Peers run in fp32, as they usually do.
     """
     target = harness.pick_device(device)
     models = models or (MODELS if target.type == "cuda" else MODELS[:1])
@@ -108,11 +108,11 @@ def _renamed(candidates: list[Candidate], model: str, mode: str) -> list[Candida
 
 
 def _captured(run: Callable[[], Any]) -> Callable[[], None] | None:
-    """A replay of one call, or None for code that cannot be captured (it reads device values on the host)."""
+    """Returns a replay of one call, or None if it cannot be captured because it reads device values on the host."""
     try:
         return captured(run)
     except RuntimeError:
-        # The failed capture leaves an error behind that the next call would report.
+        # The failed capture leaves an error that the next call would report.
         torch.cuda.synchronize()
         return None
 
@@ -143,7 +143,7 @@ def _ours(table: list[tuple[str, tuple[int, ...]]], device: torch.device, dtype:
     candidates.append(Candidate(name=f"hyperbatch {name}", run=plain.step))
     if dtype == torch.float32 and device.type == "cuda":
         scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
-        scaler.scale(torch.ones((), device=device))  # makes its tensors
+        scaler.scale(torch.ones((), device=device))  # creates the scaler's tensors
         scaled = Tensors(table, device)
         _give_grads(list(scaled.parameters()))
         optimizer = LARS(scaled.groups(), **HYPER, capturable=True)
@@ -169,7 +169,7 @@ def _peers(table: list[tuple[str, tuple[int, ...]]], device: torch.device) -> li
 
     listed = model()
     candidates = [Candidate(name="peer foreach LARS", run=ForeachLars(list(listed.parameters())).step, peer=True)]
-    # Not LARS at all: how fast torch's own fused update is without norms. A yardstick, not a peer.
+    # Not LARS: torch's fused update without norms shows how fast an update can be. It does not count as a peer.
     sgd = torch.optim.SGD(model().parameters(), **HYPER, fused=True)
     candidates.append(Candidate(name="torch fused SGD (no LARS)", run=sgd.step))
     try:
@@ -190,7 +190,7 @@ def _peers(table: list[tuple[str, tuple[int, ...]]], device: torch.device) -> li
 
 
 class ForeachLars:
-    """The multi-tensor form people write by hand: no skipped steps, no masters, no loss scaling."""
+    """The multi-tensor form that people write by hand: no skipped steps, no masters, no loss scaling."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params

@@ -1,7 +1,8 @@
 """`hyperbatch bench muon`: one step of Muon over a model's tensors, ours against torch's and timm's.
 
-As `bench lars`: random weights and gradients, no forward, no backward, graphs and plain calls in interleaved rounds.
-Peers take five iterations with Jordan's polynomial, as we do unless a row says otherwise.
+As in `bench lars`, weights and gradients are random, there is no forward and no backward, and graphs and plain calls
+are timed in interleaved rounds. Peers take five iterations with Jordan's polynomial, as we do unless a row says
+otherwise.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def bench_muon(
     rounds: int = 20,
     peers: bool = True,
 ) -> dict[str, Any]:
-    """Rows of milliseconds a step, for each model (default: ResNet-50 on a GPU, ResNet-8 on a CPU) and precision."""
+    """Returns rows of milliseconds per step by model (default: ResNet-50 on a GPU, ResNet-8 on a CPU) and precision."""
     target = harness.pick_device(device)
     table: list[dict[str, Any]] = []
     for model in models or (("resnet50",) if target.type == "cuda" else ("resnet8",)):
@@ -63,7 +64,7 @@ def _ours(model: str, device: torch.device, dtype: torch.dtype) -> list[Candidat
 
 def _peers(model: str, device: torch.device) -> list[Candidate]:
     def params(*, flat: bool) -> list[Tensor]:
-        """flat: torch's Muon takes nothing but matrices."""
+        """flat: whether tensors become matrices, the only parameters that torch's Muon takes."""
         made = [torch.randn(shape, device=device) * 0.02 for _, shape in shapes(model)]
         made = [p.flatten(1) if flat and p.ndim > 2 else p for p in made]
         for param in made:

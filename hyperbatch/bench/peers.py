@@ -1,4 +1,4 @@
-"""What others offer for the work of `bench data`: PyTorch's DataLoader, and DALI where it is installed."""
+"""Peers of `bench data`: PyTorch's DataLoader, and DALI if it is installed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hyperbatch.data.folders import FolderSource
 from hyperbatch.errors import InputError
 from hyperbatch.vocabulary import IMAGENET_MEAN, IMAGENET_STD
 
-NAMES = ("dataloader", "dali", "arrays")  # the last: plain torch on small images in memory (data_arrays.py)
+NAMES = ("dataloader", "dali", "arrays")  # arrays: plain torch on small images in memory (data_arrays.py)
 
 
 def check_names(names: Sequence[str] | None) -> tuple[str, ...]:
-    """The peers that were asked for; None stands for all that are installed."""
+    """Returns the requested peers; None stands for all that are installed."""
     for name in names or ():
         if name not in NAMES:
             raise InputError(f"--peers: unknown peer {name!r} of `bench data`; use some of {', '.join(NAMES)}, or none")
@@ -35,7 +35,7 @@ def check_names(names: Sequence[str] | None) -> tuple[str, ...]:
 def data_peers(
     names: Sequence[str], tree: FolderSource, *, image_size: int, batch: int, workers: int, device: torch.device
 ) -> list[Candidate]:
-    """Those of the names that read files. Each makes one pass over the folder and returns how many images it gave."""
+    """Returns the named peers that read files. Each makes one pass over the folder and returns its number of images."""
     candidates = []
     if "dataloader" in names:
         loader = DataLoader(
@@ -66,7 +66,7 @@ def _run(loader: DataLoader, device: torch.device) -> int:
 
 
 def _dali(tree: FolderSource, image_size: int, batch: int, threads: int, device: torch.device) -> Any:
-    """The pipeline of DALI's own ResNet example; on a GPU decoded and cut there."""
+    """The pipeline of DALI's own ResNet example. On a GPU it decodes and crops there."""
     fn = importlib.import_module("nvidia.dali.fn")
     types = importlib.import_module("nvidia.dali.types")
     pipeline_def = importlib.import_module("nvidia.dali").pipeline_def
@@ -107,7 +107,7 @@ def _dali(tree: FolderSource, image_size: int, batch: int, threads: int, device:
 
 
 class _TorchStyle(Dataset):
-    """What torchvision's ImageFolder, RandomResizedCrop, flip, ToTensor and Normalize do, without needing it."""
+    """Does what torchvision's ImageFolder, RandomResizedCrop, flip, ToTensor and Normalize do, without torchvision."""
 
     def __init__(self, source: FolderSource, image_size: int) -> None:
         self.source = source

@@ -1,7 +1,7 @@
-"""`hyperbatch bench step`: our training step against torch's, all candidates alive in one process and timed in turns.
+"""`hyperbatch bench step`: our training step against torch's, with all candidates in one process, timed in turns.
 
 for each batch:  build every candidate (first step, memory) -> interleaved rounds -> one profiled step each
---data DIR:      instead a run through the engine, JPEG files to updated weights (bench/step_data.py)
+--data DIR:      a run through the engine instead, from JPEG files to updated weights (bench/step_data.py)
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from hyperbatch.plan.inventory import usual_data
 from hyperbatch.stopwatch import device_s
 from hyperbatch.vocabulary import is_foreign
 
-GPU_BATCHES = (16, 42, 256, 400)  # NVIDIA's at 4,216 GPUs, Fujitsu's at 2,048, the usual one, NVIDIA's at 8
-FOREIGN_BATCHES = (256,)  # of timm's models and of own ones
+GPU_BATCHES = (16, 42, 256, 400)  # from NVIDIA at 4,216 GPUs, Fujitsu at 2,048, the usual one, NVIDIA at 8
+FOREIGN_BATCHES = (256,)  # for timm's and custom models
 CPU_BATCHES = (32,)
-SAMPLE_S = 0.1  # a sample is at least this long, in as many steps as that takes
+SAMPLE_S = 0.1  # a sample takes at least this long, and as many steps as needed
 MOST_CALLS = 30
 CPU_NOTE = "measured on a CPU: small model, fp32, no CUDA graph; only times on a GPU are meaningful"
 
-format_result = format_step  # what the command line prints
+format_result = format_step  # formats what the command line prints
 
 
 def bench_step(
@@ -61,12 +61,12 @@ def bench_step(
     steps: int | None = None,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Rows of images a second for each batch, on synthetic data; with `data` the engine's, files included.
+    """Returns rows of images per second for each batch, on synthetic data; with `data`, of the engine including files.
 
-    On a GPU: ResNet-50, fp16, batches 16, 42, 256 and 400. On a CPU: ResNet-20, fp32, against torch eager alone.
-    model: built in; `timm/NAME` or `package.module:callable`, at batch 256. precision: fp16 or bf16, on a GPU.
-    peers: of eager, graph, masters (of built-in models), compile; None for all. data: a folder, or "generated" for
-    JPEGs like ImageNet's.
+    On a GPU: ResNet-50, fp16, batches 16, 42, 256 and 400. On a CPU: ResNet-20, fp32, compared only with torch eager.
+    model: a built-in one, or `timm/NAME` or `package.module:callable`, at batch 256. precision: fp16 or bf16, on a GPU.
+    peers: a selection of eager, graph, masters (built-in models only) and compile; None means all. data: a folder, or
+    "generated" for JPEGs like ImageNet's.
     """
     target = harness.pick_device(device)
     gpu = target.type == "cuda"
@@ -95,7 +95,7 @@ def bench_step(
     names = check_peers([*(usual_peers if peers is None else peers)], max_autotune, gpu=gpu, foreign=foreign)
 
     table, clocks = [], {}
-    with cudnn_trials(True):  # for everybody
+    with cudnn_trials(True):  # for all candidates
         warm_libraries(target)
         for size in batches:
             pairs = [(spec, setting) for spec in our_specs(setting) + peer_specs(names)]
@@ -115,7 +115,7 @@ def bench_step(
 
 
 def check_precision(name: str | None, *, gpu: bool) -> str:
-    """The precision of all candidates."""
+    """Checks the precision and returns the one of all candidates."""
     if name is not None and not gpu:
         raise InputError(f"--precision {name} needs a GPU; on a CPU the step runs in fp32")
     if name not in (None, "fp16", "bf16"):
@@ -137,7 +137,7 @@ def check_peers(names: list[str], max_autotune: bool, *, gpu: bool, foreign: boo
 
 
 def reference_path(setting: Setting) -> list[tuple[Spec, Setting]]:
-    """The plain model in fp16 and in fp32, whose convolutions run in TF32, as torch does by default."""
+    """The plain model in fp16, and in fp32 with convolutions in TF32, which is torch's default."""
     build = partial(ours, fused=False)
     fp16 = Spec(name="reference path, fp16", build=build)
     fp32 = Spec(name="reference path, fp32", build=build)
@@ -147,10 +147,10 @@ def reference_path(setting: Setting) -> list[tuple[Spec, Setting]]:
 def timed(
     candidates: list[tuple[Spec, Setting]], batch: int, rounds: int, title: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """(rows, clocks) of one batch. When it returns, the candidates' memory is free again."""
+    """Measures one batch and returns (rows, clocks). The memory of the candidates is free when it returns."""
     device = candidates[0][1].device
     if device.type == "cuda":
-        # cuDNN's trials take time and memory once in a process: nobody's set-up shall count them.
+        # cuDNN's trials take time and memory once per process. This set-up runs them before any candidate is measured.
         for setting in {setting.precision: setting for _, setting in candidates}.values():
             set_up(Spec(name="trials", build=partial(ours, fused=False)), setting, batch)
     ready = []
@@ -166,21 +166,21 @@ def timed(
     readings = clocks.summary()
     speeds = {name: [batch / seconds for seconds in values] for name, values in samples.items()}
     rows = harness.rows(runs, speeds, unit="images/s", higher_is_better=True, batch=batch)
-    # In one expression: a loop's variable would keep its last candidate alive.
+    # One expression, because a loop variable would keep the last candidate alive.
     rows = [
         row | {"skipped_updates": r.built.loss_scale() < scale} | details(r, setting, batch, row["median"])
         for row, (_, setting), r, scale in zip(rows, candidates, ready, scales, strict=True)
     ]
     harness.say(f"{title}: timed and profiled")
     del ready, runs
-    if any("compile" in spec.name for spec, _ in candidates):  # loading it takes seconds
-        torch.compiler.reset()  # it keeps the graphs, and their memory, of models that are gone
+    if any("compile" in spec.name for spec, _ in candidates):  # importing the compiler takes seconds
+        torch.compiler.reset()  # the compiler keeps graphs and memory of deleted models
     release_memory(device)
     return rows, readings
 
 
 def details(ready: Ready, setting: Setting, batch: int, images_per_s: float) -> dict[str, Any]:
-    """What a row says beside its speed; profiles one more step."""
+    """The fields of a row other than its speed. Profiles one more step."""
     kernels = profiled(ready.built.run) if setting.device.type == "cuda" else []
     return {
         "model": setting.model,

@@ -1,11 +1,11 @@
-"""`bench step --data`: short runs through the engine, from files to updated weights, and how fast they go.
+"""`bench step --data`: short runs through the engine, from files to updated weights, and their speed.
 
-    synthetic     pixels that lie on the device: what the others are compared with
+    synthetic     pixels that are already on the device: the baseline of the others
     files         every image of every step is read and decoded
-    decoded       shards that hold pixels: every image of every step is read
-    kept          decoded once, then cut from the pixels that the device (or the host, without a GPU) keeps
+    decoded       shards of decoded pixels: every image of every step is read
+    kept          decoded once, then cropped from the pixels that the device (or the host, without a GPU) keeps
 
-Files were written or copied a moment ago, so they come from the page cache: decoding is measured, disks are not.
+Files have just been written or copied, so they come from the page cache: this measures decoding, not disks.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ GENERATED = "generated"
 SYNTHETIC = "synthetic"
 GENERATED_IMAGES = {"cuda": 2048, "cpu": 64}
 GENERATED_SIZE = (500, 375)  # about 70 kB each, as in `bench data`
-MLPERF_H200_IMAGES_PER_S = 7950  # MLPerf training v4.0, 8 x H200, per GPU: decoding and all-reduce included
+MLPERF_H200_IMAGES_PER_S = 7950  # MLPerf training v4.0, 8 x H200, per GPU, including decoding and all-reduce
 WINDOWS = 10
 
 
 class Form(NamedTuple):
-    """A way to hold the training images."""
+    """A way to store the training images."""
 
     name: str
     overrides: dict[str, Any]
@@ -48,7 +48,7 @@ class Form(NamedTuple):
 
 
 def end_to_end(data: str, setting: Setting, batches: Sequence[int], steps: int | None) -> list[dict[str, Any]]:
-    """A row for each batch and form. data: a folder as `train --data` takes it, or "generated"."""
+    """Returns a row for each batch and form. data: a folder as for `train --data`, or "generated"."""
     device = setting.device.type
     steps = steps or (200 if device == "cuda" else 2 * WINDOWS)
     if steps < 2 * WINDOWS:
@@ -72,11 +72,11 @@ def end_to_end(data: str, setting: Setting, batches: Sequence[int], steps: int |
 
 
 def short_run(setting: Setting, steps: int) -> Config:
-    """So many steps and nothing else; data, batch and folder are left open."""
+    """The config of a run that only trains this many steps; the caller sets data, batch and folder."""
     return Config(recipe="bench-step").override(
         model=setting.model,
         image_size=setting.image_size,
-        eval_size=setting.image_size,  # which a model of a fixed size is tested with
+        eval_size=setting.image_size,  # a model of a fixed size is tested with this size
         eval_resize=setting.image_size,
         classes=setting.classes,
         precision=setting.precision,
@@ -91,7 +91,7 @@ def short_run(setting: Setting, steps: int) -> Config:
 
 
 def forms(data: str, scratch: Path, setting: Setting) -> Iterator[Form]:
-    """Synthetic pixels, then the folder as it is or, of generated files, every form."""
+    """Yields synthetic pixels, then the folder as it is, or every form of the generated files."""
     device, count = setting.device.type, GENERATED_IMAGES[setting.device.type]
     plain = {"dataset": "synthetic", "train_samples": count, "eval_samples": count, "augment": "none", "flip": False}
     yield Form(SYNTHETIC, plain, "pixels on the device")
@@ -114,14 +114,14 @@ def _files(name: str, folder: Path, cache: str) -> Form:
 
 
 def trained(config: Config, name: str, batch: int) -> dict[str, Any]:
-    """Trains as the config says."""
+    """Trains the config and returns its row."""
     return row_of(run(config, Ranks()), config, name, batch)
 
 
 def row_of(record: RunRecord, config: Config, name: str, batch: int) -> dict[str, Any]:
-    """Reads the speed off the run's own metrics."""
+    """Computes the speed from the run's own metrics."""
     lines = [line for line in read_metrics(Path(record.folder)) if line["event"] == "step"]
-    steady = lines[len(lines) // 5 :]  # without the start
+    steady = lines[len(lines) // 5 :]  # without the first fifth
     ends_s = [line["time_s"] for line in steady]
     speeds, mean = window_speeds(ends_s, batch)
     wait_s = sum(line["data_wait_s"] for line in steady[1:])
@@ -133,7 +133,7 @@ def row_of(record: RunRecord, config: Config, name: str, batch: int) -> dict[str
         "mean": mean,
         "ms_per_step": 1e3 * batch / mean,
         "steps": len(steady),
-        "data_wait_fraction": wait_s / (ends_s[-1] - ends_s[0]),  # of the device, between steps
+        "data_wait_fraction": wait_s / (ends_s[-1] - ends_s[0]),  # the device's waits between steps
         "bottleneck": record.data["bottleneck"],
         "loader": record.data,
         "timing": record.timing,
@@ -142,22 +142,22 @@ def row_of(record: RunRecord, config: Config, name: str, batch: int) -> dict[str
 
 
 def generate(scratch: Path, images: int, classes: int) -> Path:
-    """JPEGs with the detail of photographs, in as many classes as the head is to have; its folder."""
+    """Writes JPEGs with the detail of photographs, in as many classes as the model's head has. Returns their folder."""
     made, tree = scratch / "made", scratch / "tree"
     write_jpegs(made, images, *GENERATED_SIZE)
     harness.say(f"{images} JPEGs written")
     files = sorted((made / "train").rglob("*.jpg"))
     for i, file in enumerate(files):
-        for split in ("train", "val")[: 1 + (i < classes)]:  # the same classes in both
+        for split in ("train", "val")[: 1 + (i < classes)]:  # the same classes in both splits
             (tree / split / f"{i % classes:04}").mkdir(parents=True, exist_ok=True)
             os.link(file, tree / split / f"{i % classes:04}" / file.name)
     return tree
 
 
 def window_speeds(ends_s: list[float], batch: int) -> tuple[list[float], float]:
-    """(images a second in each of WINDOWS stretches, over all of them), from the moments at which steps ended.
+    """Returns (images per second in each of WINDOWS intervals, over all of them), from the times at which steps ended.
 
-    Stretches, since single steps are noted by the host, which may run a step ahead of the device.
+    Single steps are not used, since the host notes their ends and may be a step ahead of the device.
     """
     edges = np.linspace(0, len(ends_s) - 1, WINDOWS + 1).astype(int)
     speeds = [batch * int(b - a) / (ends_s[b] - ends_s[a]) for a, b in itertools.pairwise(edges)]
@@ -165,7 +165,7 @@ def window_speeds(ends_s: list[float], batch: int) -> tuple[list[float], float]:
 
 
 def describe(source: Any) -> str:
-    """How large the files are, since decoding pays by the pixel."""
+    """Describes the size of the files, since the time of decoding depends on the pixels."""
     if not isinstance(source, EncodedSource):
         return f"{len(source):,} images in memory"
     chosen = np.linspace(0, len(source) - 1, min(64, len(source))).astype(int)

@@ -1,4 +1,4 @@
-"""What `bench step` reads off the machine: its clocks while it runs, and memory."""
+"""Readings of the machine for `bench step`: its clocks during the run, and memory."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ CLOCK_FIELDS = {
 
 
 class Clocks:
-    """Asks nvidia-smi beside the work, once a round at most; nobody waits for its answer."""
+    """Runs nvidia-smi in the background, at most once per round, without waiting for its output."""
 
     def __init__(self, device: torch.device) -> None:
         self.samples: list[dict[str, float]] = []
         self._asked: subprocess.Popen[str] | None = None
         self._command = None
         if device.type == "cuda":
-            # By its UUID: nvidia-smi counts GPUs that CUDA_VISIBLE_DEVICES may hide.
+            # The UUID is used because nvidia-smi also numbers GPUs that CUDA_VISIBLE_DEVICES hides.
             uuid = torch.cuda.get_device_properties(device).uuid
             query = ",".join(CLOCK_FIELDS.values())
             self._command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
 
     def ask(self) -> None:
         if self._asked is not None and self._asked.poll() is None:
-            return  # still at it: a pause of the GPU would change what it reads
+            return  # still running; waiting would pause the GPU and change its clocks
         self._collect()
         if self._command is not None:
             with contextlib.suppress(OSError):  # without nvidia-smi the clocks stay unknown
@@ -54,7 +54,7 @@ class Clocks:
             self.samples.append(sample)
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """Smallest, median and largest of each reading; empty when there were none."""
+        """Minimum, median and maximum of each reading; empty without readings."""
         self._collect()
         found = {name: sorted(s[name] for s in self.samples if name in s) for name in CLOCK_FIELDS}
         return {
@@ -65,7 +65,7 @@ class Clocks:
 
 
 def parse_clocks(line: str) -> dict[str, float]:
-    """nvidia-smi's answer; a reading it does not have ("[N/A]") is left out."""
+    """Parses the output of nvidia-smi. A reading that is missing ("[N/A]") is skipped."""
     sample = {}
     for name, text in zip(CLOCK_FIELDS, line.strip().split(","), strict=False):
         with contextlib.suppress(ValueError):
@@ -74,7 +74,7 @@ def parse_clocks(line: str) -> dict[str, float]:
 
 
 def warm_libraries(device: torch.device) -> None:
-    """Loads the context, cuDNN and cuBLAS, so that the first candidate does not pay for all of them."""
+    """Initialises the context, cuDNN and cuBLAS, so that their start-up time is not counted for the first candidate."""
     conv = torch.nn.Conv2d(8, 8, 3).to(device)
     conv(torch.randn(2, 8, 8, 8, device=device)).flatten(1).matmul(torch.randn(288, 8, device=device)).sum().backward()
 

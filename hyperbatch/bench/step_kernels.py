@@ -1,4 +1,4 @@
-"""Where a step's GPU time goes: its kernels by name, added up into families a person can compare.
+"""Where a step's GPU time goes: its kernels by name, summed by families that can be compared.
 
 cuDNN and cuBLAS     convolution, norm          hyperbatch     one family for each module of hyperbatch.kernels
 torch and inductor   the rest
@@ -19,7 +19,7 @@ from torch._C._autograd import DeviceType
 from hyperbatch import kernels
 from hyperbatch.kernels import has_triton
 
-# The first family with a word that the name holds wins, so the narrow ones come first.
+# The first family with a word that the kernel's name contains is used, so specific families come first.
 FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("inductor", ("triton_poi_", "triton_red_", "triton_per_", "triton_for_")),
     ("attention", ("sdpa", "flash_fwd", "flash_bwd", "fmha", "compute_dot_do_o", "convert_dq")),
@@ -57,7 +57,7 @@ def family(name: str, ours: Mapping[str, str]) -> str:
 
 @functools.cache
 def our_kernels() -> dict[str, str]:
-    """Name of each Triton kernel of ours -> the module of hyperbatch.kernels it stands in."""
+    """Maps the name of each Triton kernel of ours to its module in hyperbatch.kernels."""
     found: dict[str, str] = {}
     if not has_triton():
         return found
@@ -68,7 +68,7 @@ def our_kernels() -> dict[str, str]:
         title = info.name.removeprefix(f"{kernels.__name__}.")
         for member in vars(module).values():
             while member is not None and not isinstance(member, JITFunction):
-                member = getattr(member, "fn", None)  # what an autotuner or a heuristic wraps
+                member = getattr(member, "fn", None)  # unwraps autotuners and heuristics
             if member is not None and member.__module__ == module.__name__:
                 name = member.__name__
                 found[name] = f"{found[name]} or {title}" if name in found else title
@@ -76,14 +76,14 @@ def our_kernels() -> dict[str, str]:
 
 
 def profiled(run: Callable[[], Any]) -> list[KernelTime]:
-    """The kernels and copies of one call, as the device saw them, longest first."""
+    """Returns the kernels and copies of one call, as measured on the device, longest first."""
     from torch.profiler import ProfilerActivity, profile
 
-    torch.cuda.synchronize()  # what ran before must not be counted
-    # acc_events: torch warns that events are cleared without it.
+    torch.cuda.synchronize()  # earlier work must not be counted
+    # Without acc_events torch warns that events are cleared.
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         run()
-        torch.cuda.synchronize()  # the profiler sees what has finished
+        torch.cuda.synchronize()  # the profiler records only what has finished
     on_device = [
         event
         for event in seen.key_averages()
@@ -96,7 +96,7 @@ def profiled(run: Callable[[], Any]) -> list[KernelTime]:
 
 
 def by_family(times: list[KernelTime], ours: Mapping[str, str]) -> dict[str, float]:
-    """Seconds of each family, longest first."""
+    """Returns the seconds of each family, longest first."""
     seconds: dict[str, float] = {}
     for kernel in times:
         title = family(kernel.name, ours)

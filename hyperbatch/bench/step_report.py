@@ -1,4 +1,4 @@
-"""The result of `bench step` for people."""
+"""Formats the result of `bench step` as text."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _families(rows: list[dict[str, Any]], title: str) -> list[str]:
-    """Kernel time by family: our fastest beside the fastest peer."""
+    """Kernel time by family: our fastest candidate beside the fastest peer."""
     timed = [row for row in rows if row["kernel_ms"] and "ratio_to_fp32" not in row]
     sides = [[row for row in timed if row["peer"] == peer] for peer in (False, True)]
     best = [max(side, key=lambda row: row["median"]) for side in sides if side]

@@ -1,13 +1,13 @@
 """The training steps that `bench step` times: forward, label-smoothed loss, backward, loss scaling, update.
 
     ours    the engine's step: fused kernels, compiled blocks or plain torch, weights in an arena, LARS, one CUDA graph
-    peers   torchvision's, timm's or your own model as it is (ours where there is none), torch's fused SGD:
+    peers   torchvision's, timm's or your own model as it is (ours if torchvision has none), torch's fused SGD:
             eager     autocast, GradScaler
             graph     the same, captured
-            masters   16-bit weights with fp32 masters kept by hand, captured
+            masters   16-bit weights with fp32 masters in the script, captured
             compile   torch.compile of the model; loss, scaler and SGD as in eager
 
-All work on one batch that lies on the device, in the working precision and channels_last.
+All candidates use one batch that is already on the device, in the working precision and channels_last.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -46,15 +46,15 @@ from hyperbatch.stopwatch import wall_s
 from hyperbatch.vocabulary import is_foreign
 
 SMOOTHING = 0.1
-LOSS_SCALE = 1024.0  # low enough that no step is skipped: a skipped update would be a cheaper one
-WARMUP_STEPS = 3  # before a capture: kernels are chosen, lazy state is made
+LOSS_SCALE = 1024.0  # low enough that no step is skipped, because a skipped update would be faster
+WARMUP_STEPS = 3  # before a capture, while kernels are selected and lazy state is created
 PEERS = ("eager", "graph", "masters", "compile")
 MAX_AUTOTUNE = "max-autotune"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What all candidates have in common."""
+    """The settings that all candidates share."""
 
     model: str
     precision: str
@@ -65,7 +65,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One batch, and what is trained on it."""
+    """One batch and the setting in which it is trained."""
 
     setting: Setting
     images: Tensor
@@ -85,21 +85,21 @@ class Task:
 
     @property
     def scaled(self) -> bool:
-        """fp16 needs a scale of the loss."""
+        """Whether the loss is scaled, which only fp16 needs."""
         return self.setting.precision == "fp16"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Built:
-    """A step ready to run. `loss_scale` reads the device: it falls when an update is skipped."""
+    """A step that is ready to run. `loss_scale` reads the device; the scale decreases when an update is skipped."""
 
     run: Callable[[], Any]
     model: nn.Module
     loss_scale: Callable[[], float]
-    compiled: dict[str, Any] | None = None  # what our own compilation took; None: there was none
+    compiled: dict[str, Any] | None = None  # details of our own compilation; None if there was none
 
     def is_finite(self) -> bool:
-        """Whether it still trains: infinities and nans would be a lighter load than numbers."""
+        """Whether all weights are finite. Steps with infinities and nans could be faster than real ones."""
         return all(bool(param.isfinite().all()) for param in self.model.parameters())
 
 
@@ -114,7 +114,7 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ready:
-    """A built candidate and what building it took; its memory is without the batch, which everyone has."""
+    """A built candidate, and the time and memory that building took. The memory excludes the batch, which all share."""
 
     spec: Spec
     built: Built
@@ -133,7 +133,7 @@ def make_task(setting: Setting, batch: int) -> Task:
 
 
 def our_specs(setting: Setting) -> list[Spec]:
-    """The fused step where it can run, else one with compiled blocks, and the plain one."""
+    """Returns the fused step if it can run, else one with compiled blocks; and the plain one."""
     if setting.device.type != "cuda":
         return [Spec(name="hyperbatch plain", build=lambda task: ours(task, fused=False, graph=False))]
     plain = Spec(name="hyperbatch plain, graph", build=lambda task: ours(task, fused=False))
@@ -158,7 +158,7 @@ def peer_specs(names: Sequence[str] = (*PEERS, MAX_AUTOTUNE)) -> list[Spec]:
 
 
 def set_up(spec: Spec, setting: Setting, batch: int) -> Ready:
-    """Builds a candidate up to its first finished step, and runs two more."""
+    """Builds a candidate including its first step, and runs two more steps."""
     torch.manual_seed(0)
     task = make_task(setting, batch)
     made: list[Built] = []
@@ -170,7 +170,7 @@ def set_up(spec: Spec, setting: Setting, batch: int) -> Ready:
 
     def first_steps() -> None:
         seconds.append(wall_s(first_step, device=setting.device))
-        for _ in range(2):  # torch.compile records its graphs in these
+        for _ in range(2):  # torch.compile records its graphs in these steps
             made[0].run()
 
     release_memory(setting.device)
@@ -189,14 +189,14 @@ def _can_fuse(setting: Setting) -> bool:
 
 @training_kernels(deterministic=False)
 def ours(task: Task, *, fused: bool, graph: bool = True, compiles: bool = False) -> Built:
-    """The engine's own step on one rank, as `hyperbatch train` builds, captures and runs it; only the batch is ours."""
+    """The engine's own step on one rank, built, captured and run as in `hyperbatch train`, on the bench's own batch."""
     setting, batch = task.setting, len(task.labels)
     config = Config(recipe="bench-step").override(
         model=setting.model,
         fused="on" if fused else "off",
         compile="on" if compiles else "off",
         image_size=setting.image_size,
-        eval_size=setting.image_size,  # which a model of a fixed size is tested with
+        eval_size=setting.image_size,  # a model of a fixed size is tested with this size
         precision=setting.precision,
         batch_phases=(BatchPhase(0, batch),),
         device=task.device.type,
@@ -231,21 +231,21 @@ def ours(task: Task, *, fused: bool, graph: bool = True, compiles: bool = False)
 
 
 def eager(task: Task) -> Built:
-    """What a plain script does."""
+    """The step of a plain script."""
     network = peer_network(task)
     return _autocast_step(task, network, network)
 
 
 def autocast_graph(task: Task) -> Built:
     network = peer_network(task)
-    # A graph must not take 16-bit weights from autocast's cache: they would be those of the capture.
+    # A graph must not use 16-bit weights from autocast's cache: they would be those at the time of the capture.
     built = _autocast_step(task, network, network, cache_weights=False)
     return Built(run=captured(built.run), model=network, loss_scale=built.loss_scale)
 
 
 def compiled(task: Task, mode: str) -> Built:
     network = peer_network(task)
-    # Not dynamic: a second batch size would otherwise be compiled for any batch size, and slower.
+    # dynamic=False, because otherwise a second batch size would be compiled for all sizes, which is slower.
     return _autocast_step(task, network, torch.compile(network, mode=mode, dynamic=False))
 
 
@@ -270,7 +270,7 @@ def _autocast_step(task: Task, network: nn.Module, call: Callable[..., Tensor], 
 
 
 def masters_graph(task: Task) -> Built:
-    """The quickest form known for torch's own parts: no cast of every weight in every step."""
+    """The fastest known form with torch's own parts: it does not cast every weight in every step."""
     network = peer_network(task)
     for module in network.modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
@@ -304,7 +304,7 @@ def _sgd(params: list[Any]) -> torch.optim.Optimizer:
 
 
 def peer_network(task: Task) -> nn.Module:
-    """torchvision's, where it is installed and has the model; timm's and the user's own as they are."""
+    """torchvision's model if it is installed and has one, else ours; timm's and the user's own models as they are."""
     name, classes = task.setting.model, task.setting.classes
     build = torchvision_model(name)
     if is_foreign(name):
@@ -317,13 +317,13 @@ def peer_network(task: Task) -> nn.Module:
 def torchvision_model(name: str) -> Callable[..., nn.Module] | None:
     try:
         from torchvision import models  # pyright: ignore[reportMissingImports]
-    except (ImportError, RuntimeError):  # RuntimeError: a torchvision that does not fit this torch
+    except (ImportError, RuntimeError):  # RuntimeError: this torchvision is incompatible with this torch
         return None
     return getattr(models, name, None)
 
 
 def captured(step: Callable[[], Any]) -> Callable[[], None]:
-    """One replay of it. Warmed up on the stream it is captured on, where autograd's nodes were made, too."""
+    """Returns a replay of the captured step. Warms up on the capture's stream, where autograd's nodes are made too."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -335,7 +335,7 @@ def captured(step: Callable[[], Any]) -> Callable[[], None]:
     with torch.cuda.graph(graph, stream=stream):
         step()
 
-    def replay(_: Any = step) -> None:  # what the graph reads and writes lives as long as the step does
+    def replay(_: Any = step) -> None:  # the default keeps what the graph reads and writes alive
         graph.replay()
 
     return replay

@@ -1,6 +1,6 @@
-"""What to run. A recipe is a function that returns a full config and states its claim, source and command.
+"""The recipes. A recipe is a function that returns a full config and states its claim, its source and its command.
 
-One file per published system; `everyday.py`, `speedrun.py`, `fast.py` and `mlperf.py` for the rest.
+Each published system has one file; the other recipes are in `everyday.py`, `speedrun.py`, `fast.py` and `mlperf.py`.
 `recipe` registers a function under its name.
 """
 
@@ -19,7 +19,7 @@ from hyperbatch.errors import InputError, check_kind, check_whole, nearest
 
 DEFAULT = "digits"
 
-# Listing order: everyday ones first, then published systems by year.
+# The order of the list: everyday recipes first, then published systems by year.
 MODULES = (
     "everyday",
     "speedrun",
@@ -43,10 +43,13 @@ MODULES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """A recipe's claim and its sources. `chosen` lists what the source does not give and what stands instead;
-    `batches` are the global batches its figures hold for, empty: only the one it starts with. `record` is the folder
-    under records/ whose runs show the claim, `published` whether others have published it. `data` is the address of its
-    data set, if anyone may download that."""
+    """A recipe's claim and its sources.
+
+    chosen: what the source does not state, and what the recipe uses instead.
+    batches: the global batches for which the figures hold; if empty, only the recipe's first batch.
+    record: the folder under records/ whose runs support the claim. published: whether others have published the claim.
+    data: the address of the data set, if anyone may download it.
+    """
 
     name: str
     claim: str
@@ -62,14 +65,14 @@ class Recipe:
 
     @property
     def evidence(self) -> str:
-        """What the claim rests on."""
+        """The kind of evidence for the claim."""
         if self.record:
             return f"measured here: records/{self.record}"
         return "published only: not reproduced here" if self.published else "not measured yet"
 
     @property
     def standing(self) -> str:
-        """The same in one word."""
+        """The kind of evidence in one or two words."""
         return "measured" if self.record else "published" if self.published else "none yet"
 
     @property
@@ -81,7 +84,7 @@ class Recipe:
         return inspect.getdoc(self.build) or ""
 
     def config(self, global_batch: int | None = None) -> Config:
-        """The full config; a recipe whose values hang on the batch (MLPerf's table) is told it."""
+        """Returns the full config. A recipe whose values depend on the batch (MLPerf's table) is given the batch."""
         if global_batch is not None and "global_batch" in inspect.signature(self.build).parameters:
             check_whole("global_batch", global_batch)
             return self._built(global_batch=int(global_batch))
@@ -99,7 +102,7 @@ class Recipe:
         return config
 
     def batch_note(self, config: Config) -> str | None:
-        """One line when a config leaves the batches that the recipe's figures were measured at."""
+        """Returns a line if the config's batch is none of those for which the recipe's figures hold."""
         known = self.batches or (self.build().global_batch,)
         if config.global_batch in known:
             return None
@@ -111,7 +114,7 @@ class Recipe:
         )
 
     def size_note(self, config: Config) -> str | None:
-        """One line when the size phases of a config follow other epochs than the recipe's."""
+        """Returns a line if the size phases of the config were moved to other epochs than the recipe's."""
         own = self.config()
         before, now = own.schedule.epochs, config.schedule.epochs
         phases = config.data.size_phases
@@ -138,7 +141,7 @@ def recipe(
     published: bool = True,
     data: str = "",
 ) -> Callable[[Callable[..., Config]], Callable[..., Config]]:
-    """Registers the function below it; `ranks` and `cluster` are where the claim was made."""
+    """Registers the decorated function. `ranks` and `cluster` are those of the claim."""
 
     def register(build: Callable[..., Config]) -> Callable[..., Config]:
         name = build.__name__
@@ -163,19 +166,19 @@ def recipe(
 def all_recipes() -> dict[str, Recipe]:
     for module in MODULES:
         importlib.import_module(f"{__name__}.{module}")
-    # Modules import each other, so registration order is not the listing order; recipes of others come last.
+    # Modules import each other, so the order of registration is not that of the list. Custom recipes come last.
     order = {f"{__name__}.{module}": i for i, module in enumerate(MODULES)}
     return dict(sorted(_registry.items(), key=lambda item: order.get(item[1].build.__module__, len(order))))
 
 
 def published_data(config: Config) -> str:
-    """The address of the data set that a built-in recipe trains on; empty if it has none, or for other data."""
+    """Returns the address of the data set of a built-in recipe; "" if it has none, or if the config uses other data."""
     known = all_recipes().get(config.recipe)
     return known.data if known and known.config().data.dataset == config.data.dataset else ""
 
 
 def find_recipe(name: str) -> Recipe:
-    """A built-in recipe by name, or your own as package.module:function."""
+    """Returns a built-in recipe by name, or a custom one given as package.module:function."""
     if ":" in name:
         from hyperbatch.errors import load_object
 
@@ -197,7 +200,7 @@ def get_recipe(name: str, **values: Any) -> Config:
 
 
 def adapted(config: Config, values: Mapping[str, Any]) -> Config:
-    """A recipe's config with fields replaced. Other epochs move its size phases along, unless those are given, too."""
+    """Replaces fields of a recipe's config. Other epochs also move its size phases, unless `values` has size phases."""
     epochs, phases = values.get("epochs"), config.data.size_phases
     moved = {}
     if phases and isinstance(epochs, Real) and "size_phases" not in values:
@@ -206,26 +209,26 @@ def adapted(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def stretched(phases: tuple[SizePhase, ...], factor: float) -> tuple[SizePhase, ...]:
-    """Size phases that begin at the same shares of a run whose epochs are multiplied by this factor."""
+    """Returns size phases that begin at the same fractions of a run whose epochs are multiplied by this factor."""
     if factor == 1:
         return phases
     return tuple(SizePhase(round(phase.from_epoch * factor, 6), phase.image_size) for phase in phases)
 
 
 def batch_note(config: Config) -> str | None:
-    """`Recipe.batch_note` of the built-in recipe a config came from."""
+    """`Recipe.batch_note` of the built-in recipe from which a config was made."""
     recipe = all_recipes().get(config.recipe)
     return None if recipe is None else recipe.batch_note(config)
 
 
 def weights_note(config: Config) -> str | None:
-    """One line when the recipe that starts from the weights of others is given none."""
+    """Returns a line if the fine-tuning recipe has no pretrained weights to start from."""
     if config.recipe != "finetune" or config.model.init_from is not None:
         return None
     return "finetune starts from random weights; use --init-from to start from pretrained weights"
 
 
 def size_note(config: Config) -> str | None:
-    """`Recipe.size_note` of the built-in recipe a config came from."""
+    """`Recipe.size_note` of the built-in recipe from which a config was made."""
     recipe = all_recipes().get(config.recipe)
     return None if recipe is None else recipe.size_note(config)

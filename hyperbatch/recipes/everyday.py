@@ -1,7 +1,8 @@
 """The everyday recipes: the default (digits), small data sets, and ImageNet on one machine.
 
-They repeat fields that others set, too, so that each can be read, copied and changed as a whole. Those that may be
-tried on a laptop leave the precision to the device: on most CPUs, 16 bits take many times as long as fp32.
+They repeat fields that other recipes also set, so that each can be read, copied and changed as a whole. Recipes that
+people may try on a laptop leave the precision to the device, because on most CPUs 16 bits take many times as long as
+fp32.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from hyperbatch.recipes.mlperf import POINTS, from_point
 
 CIFAR10_ADDRESS = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 
-# What the small sets share. LARS moves a weight by lr x trust of its own length per step; they want 2 % at the peak.
-# Splitting it as 1.0 x 0.02 keeps the rate of norm parameters and biases, which take it as it is, at a size plain SGD
-# would use.
+# Common fields of the small data sets. LARS changes a weight by lr x trust of its own length per step; these data sets
+# need 2 % at the peak. The split into 1.0 x 0.02 keeps the rate of norm parameters and biases, to which no trust ratio
+# applies, as large as plain SGD would use.
 _SMALL = {"momentum": 0.9, "trust_coefficient": 0.02, "label_smoothing": 0.1, "lr": 1.0}
 _PHOTOS = _SMALL | {"weight_decay": 5e-4, "precision": "auto", "warmup_epochs": 3, "end_lr": 1e-3}
 
@@ -48,7 +49,7 @@ def digits() -> Config:
         shift_pixels=1,
         flip=False,
         weight_decay=1e-3,
-        # The rate is down by epoch 14 and stays there: late epochs are for seeds that are slow to reach the target.
+        # The rate has decayed by epoch 14 and stays low: later epochs are for seeds that reach the target late.
         epochs=20,
         batch_phases=(BatchPhase(0, 64), BatchPhase(5, 128)),
         warmup_epochs=2,

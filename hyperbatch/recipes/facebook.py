@@ -5,7 +5,7 @@ from __future__ import annotations
 from hyperbatch.config import BatchPhase, Config
 from hyperbatch.recipes import recipe
 
-# Linear scaling as others took it up: 0.1 per 256 images, reached over 5 epochs from the unscaled rate.
+# Linear scaling, as others adopted it: 0.1 per 256 images, reached over 5 epochs from the unscaled rate.
 GOYAL_SGD = {
     "optimizer": "sgd",
     "momentum": 0.9,

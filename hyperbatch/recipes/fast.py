@@ -1,4 +1,4 @@
-"""ImageNet in fewer epochs, most of them at a fraction of the size: what the open division and DAWNBench used."""
+"""ImageNet in fewer epochs, most of them with small images, as in MLPerf's open division and DAWNBench."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def resnet50_fast() -> Config:
 
     hyperbatch train resnet50_fast --data DIR
     """
-    # As Mild: half the size for 40 % of the run, growth until 80 % of it, and the rest at 176 px.
+    # As in Mild: half the size for 40 % of the run, growth until 80 % of it, and the rest at 176 px.
     sizes = ((0, 88), (12, 112), (14.4, 128), (16.8, 144), (19.2, 160), (21.6, 176))
     return from_point(nearest_point(_BATCH), _BATCH, name="resnet50_fast").override(
         blurpool=True,
@@ -43,5 +43,5 @@ def resnet50_fast() -> Config:
         label_smoothing=0.08,
         averaging="ema",
         averaging_every_steps=20,
-        averaging_decay=0.5 ** (20 / 100),  # half of it is older than 100 steps
+        averaging_decay=0.5 ** (20 / 100),  # half of the average is older than 100 steps
     )

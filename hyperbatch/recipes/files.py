@@ -1,13 +1,13 @@
-"""Config files: a recipe and what is changed of it, in TOML.
+"""Config files: a recipe and the changes to it, in TOML.
 
     recipe = "digits"
     epochs = 5                # a field by its name, as on the command line
     global_batch = 128        # scales every batch phase, as --global-batch does
 
-    [optim]                   # or in the section that `hyperbatch train --help-all` lists it under
+    [optim]                   # or in its section, as `hyperbatch train --help-all` lists it
     lr = 0.5
 
-`format_config` writes every field, so that a run can be done again with a version whose recipe has changed.
+`format_config` writes every field, so that a run can be repeated even if a later version changes its recipe.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from hyperbatch.durable import replace_text
 from hyperbatch.errors import InputError, check_kind, check_number, nearest
 from hyperbatch.recipes import DEFAULT, adapted, find_recipe, stretched
 
-CUSTOM = Config().recipe  # the label of a config that comes from no recipe
-RUN_CONFIG = "config.toml"  # in a run's folder: what it was started with
-GLOBAL_BATCH = "global_batch"  # not a field: it scales every batch phase
+CUSTOM = Config().recipe  # the label of a config without a recipe
+RUN_CONFIG = "config.toml"  # in a run's folder: the config that it was started with
+GLOBAL_BATCH = "global_batch"  # not a config field; it scales every batch phase
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """What a file says: the recipe, if it names one, and the fields that it sets."""
+    """The contents of a file: the recipe, if it names one, and the fields that it sets."""
 
     recipe: str | None
-    values: dict[str, Any]  # by name; `global_batch`, too
+    values: dict[str, Any]  # by name, including `global_batch`
 
 
 def read_config(path: Path) -> ConfigFile:
-    """path: a file, or the folder of a run. InputError names the file and what is wrong in it."""
+    """Reads a config file, or that of a run's folder. InputError names the file and the mistake in it."""
     if path.is_dir():
         path = path / RUN_CONFIG
     try:
-        # Paths in it may have names that are not in UTF-8.
+        # Paths in it may have names that are not valid UTF-8.
         tables = tomllib.loads(path.read_text(encoding="utf-8", errors="surrogateescape"))
     except OSError as error:
         raise InputError(f"--config {path}: cannot be read ({error.strerror})") from None
@@ -66,7 +66,7 @@ def parse_config(tables: Mapping[str, Any]) -> ConfigFile:
             part = {name: _value(name, inner, known, section=key) for name, inner in value.items()}
         elif key == "recipe":
             continue
-        elif isinstance(value, dict):  # also [optimizer], which is a field
+        elif isinstance(value, dict):  # e.g. [optimizer], which is a field
             raise InputError(f"unknown section [{key}]{nearest(key, list(sections))}")
         else:
             part = {key: _value(key, value, known)}
@@ -96,18 +96,18 @@ def _value(name: str, value: Any, known: Mapping[str, FieldSpec], *, section: st
 def layered(
     recipe: str | None, file: ConfigFile | None, flags: Mapping[str, Any], *, global_batch: int | None = None
 ) -> Config:
-    """The recipe (by name, else the file's, else the default), then the file's values, then those of the flags.
+    """Applies the file's values and then the flags' to the recipe (`recipe`, else the file's, else the default).
 
-    global_batch: of the flags.
+    global_batch: that of the flags.
     """
     values = {} if file is None else dict(file.values)
     own_batch = values.pop(GLOBAL_BATCH, None)
     wanted = own_batch if global_batch is None and "batch_phases" not in flags else global_batch
-    # A file with a batch of its own for every phase is scaled; else the recipe is told the batch, and may have a table.
+    # If the file sets the batch of every phase, these are scaled. Otherwise the recipe gets the batch, for its table.
     scaled = {GLOBAL_BATCH: wanted} if "batch_phases" in values and wanted is not None else {}
     config = _base(recipe or (file.recipe if file is not None else None) or DEFAULT, None if scaled else wanted)
     before = values.get("epochs", config.schedule.epochs)
-    if "size_phases" in values and "epochs" in flags:  # the file's phases are of the file's epochs
+    if "size_phases" in values and "epochs" in flags:  # the file's phases refer to its epochs
         phases = config.override(size_phases=values["size_phases"]).data.size_phases
         check_number("epochs", before, lambda epochs: epochs > 0, "a positive number")
         values["size_phases"] = stretched(phases, flags["epochs"] / before)
@@ -132,7 +132,7 @@ def load_config(path: str | Path, **values: Any) -> Config:
 
 
 def run_config(folder: Path) -> Config | None:
-    """The config that a run was started with, as it left it in its folder; None: there is none."""
+    """Returns the config with which a run was started, from its folder. None if it has none."""
     path = folder / RUN_CONFIG
     if not path.exists():
         return None
@@ -141,14 +141,14 @@ def run_config(folder: Path) -> Config | None:
 
 
 def located(config: Config) -> Config:
-    """The config with its paths as they are found from any folder."""
+    """Returns the config with absolute paths, so that they are valid in any folder."""
     paths = {"data": config.data.data, "init_from": config.model.init_from}
     found = {name: str(Path(path).resolve()) for name, path in paths.items() if path and Path(path).exists()}
     return config.override(**found)
 
 
 def format_config(config: Config, *, recipe: str | None = None) -> str:
-    """The file that gives this config. recipe: the name that it is found by, where that is not the config's label."""
+    """Returns the text of a file for this config. recipe: the name to find it by, if not the config's label."""
     lines = [f"recipe = {_toml(recipe or config.recipe)}"]
     for section, title in section_titles().items():
         lines += ["", f"[{section}]  # {title}"]
@@ -158,7 +158,7 @@ def format_config(config: Config, *, recipe: str | None = None) -> str:
 
 
 def save_config(config: Config, path: str | Path, *, recipe: str | None = None) -> None:
-    """Writes the config to a TOML file, which `load_config` and `--config` read. Raises InputError if it cannot.
+    """Writes the config to a TOML file that `load_config` and `--config` can read. Raises InputError if it cannot.
 
     recipe: the name by which the recipe is found, if that is not the config's label.
     """
@@ -170,7 +170,7 @@ def save_config(config: Config, path: str | Path, *, recipe: str | None = None) 
 
 
 def _toml(value: Any) -> str:
-    """TOML has no null: `none`, as on the command line."""
+    """Formats a value. TOML has no null, so None is `none`, as on the command line."""
     if value is None:
         return '"none"'
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""Krizhevsky's AlexNet at a batch of 1K (2014): the first use of a batch beyond one processor's."""
+"""Krizhevsky's AlexNet at a batch of 1K (2014): the first use of a batch larger than that of one processor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `hyperbatch recipes` prints: a line for each recipe, or one of them in full."""
+"""The output of `hyperbatch recipes`: a line for each recipe, or some recipes in full."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from hyperbatch.config import format_epochs
 from hyperbatch.recipes import DEFAULT, Recipe, all_recipes, find_recipe
 
-NARROW = 60  # columns of a terminal, below which the sizes are left out
-LABEL = 10  # columns of the labels of a recipe in full
+NARROW = 60  # terminal width in columns, below which ranks and batch are omitted
+LABEL = 10  # width in columns of the labels in the full view
 
 
 def list_recipes(names: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """One row per recipe, in listing order, or in that of `names`."""
+    """Returns one row per recipe, in the order of the list or of `names`."""
     return [_row(recipe) for recipe in _chosen(names)]
 
 
@@ -46,12 +46,12 @@ def _row(recipe: Recipe) -> dict[str, Any]:
 
 
 def format_recipes(names: Sequence[str] = ()) -> str:
-    """For a terminal, in its width: the list, or the named ones in full."""
+    """Formats the list, or the named recipes in full, in the width of the terminal."""
     from io import StringIO
 
     from rich.console import Console
 
-    # The console finds width and colour from the real terminal; what it draws is captured and returned.
+    # One console finds the width and colour of the real terminal; another draws into a string.
     terminal = Console()
     console = Console(file=StringIO(), width=terminal.width, force_terminal=terminal.is_terminal)
     with console.capture() as capture:
@@ -61,7 +61,7 @@ def format_recipes(names: Sequence[str] = ()) -> str:
 
 
 def _listed(width: int) -> list[Any]:
-    """A claim is cut where the terminal ends."""
+    """Returns the lines of the list. Claims are cut at the width of the terminal."""
     from rich.text import Text
 
     rows = [("recipe", "ranks", "batch", "evidence", "claim")]
@@ -94,7 +94,7 @@ def _in_full(recipe: Recipe) -> Any:
         if row["target"] is None
         else f"{row['target'] * 100:g} % top-1" + ("; the run ends there" if stops else "")
     )
-    about = [part for part in recipe.notes.split("\n\n") if not part.startswith("hyperbatch ")]  # the command
+    about = [part for part in recipe.notes.split("\n\n") if not part.startswith("hyperbatch ")]  # without the command
     ranks = f"{recipe.ranks:,} rank" + ("" if recipe.ranks == 1 else "s")
     lines = [
         ("claim", recipe.claim),

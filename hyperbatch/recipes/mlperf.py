@@ -1,6 +1,6 @@
-"""MLPerf's reference convergence points of LARS: for which batch which rate reaches 75.9 %, and after how many epochs.
+"""MLPerf's reference convergence points of LARS: learning rate and epochs with which each batch reaches 75.9 %.
 
-Other recipes borrow from this table where their source gives no rate.
+Other recipes use this table if their source states no learning rate.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ TARGET_TOP1 = 0.759
 
 
 def epochs_of(steps: float, global_batch: int) -> float:
-    """Epochs of ImageNet that so many steps make up: published schedules count steps, ours count epochs."""
+    """Converts steps to epochs of ImageNet, because published schedules count steps and ours count epochs."""
     return steps * global_batch / IMAGENET_SAMPLES
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One published convergence point. `bn_span`: samples that shared batch-norm statistics."""
+    """One published convergence point. `bn_span`: number of samples that share batch-norm statistics."""
 
     global_batch: int
     lr: float
@@ -33,14 +33,14 @@ class Point:
     bn_span: int
     epochs_to_target: float
 
-    # The published decay steps include the warm-up in most rows; in these they are only enough without it.
+    # In most rows the published decay steps include the warm-up; in these rows they suffice only without it.
     @property
     def decay_after_warmup(self) -> bool:
         return self.global_batch in (1_632, 8_192, 65_536)
 
     @property
     def epochs(self) -> float:
-        """Where the rate reaches its end."""
+        """The epoch at which the learning rate reaches its end."""
         decay = epochs_of(self.decay_steps, self.global_batch)
         return decay + self.warmup_epochs if self.decay_after_warmup else decay
 
@@ -59,17 +59,18 @@ POINTS = {
         Point(65_536, 24.699, 31, 0.951807, 1e-4, 1_133, 128, 84.5),
     )
 }
-# (global batch, epochs to the target): the table's, and one of the public v2.0 logs, whose rate is not published
+# (global batch, epochs to the target): the rows, and a point of the public v2.0 logs, whose learning rate is not public
 EPOCHS_TO_TARGET = (*((point.global_batch, point.epochs_to_target) for point in POINTS.values()), (67_840, 86.0))
 
 
 def nearest_point(global_batch: int) -> Point:
-    """The row whose batch is closest in ratio."""
+    """Returns the row whose batch has the closest ratio to this one."""
     return min(POINTS.values(), key=lambda point: abs(math.log(point.global_batch / global_batch)))
 
 
 def from_point(point: Point, global_batch: int, *, name: str) -> Config:
-    """The row as a full config. At another batch its rate follows the square root, nearer to the rows than linear."""
+    """Returns a row as a full config. At other batches its rate is scaled by the square root, which is near the
+    rows."""
     return Config(recipe=name).override(
         model="resnet50",
         crop_area=(0.05, 1.0),

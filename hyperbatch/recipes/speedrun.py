@@ -1,4 +1,4 @@
-"""Recipes for the shortest time to an accuracy on a small data set: what the speed runs of CIFAR-10 use."""
+"""Recipes for the shortest time to an accuracy on a small data set, with the methods of the CIFAR-10 speed runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from hyperbatch.config import BatchPhase, Config, SizePhase
 from hyperbatch.recipes import recipe
 from hyperbatch.recipes.everyday import CIFAR10_ADDRESS
 
-# The speed runs sum the loss over a batch and divide logits by 256; ours is a mean, and logits are divided by 9. Rates
-# of what is not orthogonalised follow: batch x rate for shifts, batch x rate x (9 / 256)^2 for the head. Each step
-# takes rate x decay off every one of them, whatever its rate.
+# The speed runs sum the loss over a batch and divide logits by 256. Here the loss is a mean, and logits are divided by
+# 9. The rates of parameters that are not orthogonalised follow from this: batch x rate for shifts, and batch x rate x
+# (9 / 256)^2 for the head. Each step subtracts the same fraction, rate x decay, of every parameter.
 _SHIFT_LR_PER_SAMPLE = 0.0573
 _HEAD_LR_PER_SAMPLE = 0.5415 * (9 / 256) ** 2
 _DECAY_PER_STEP = 0.0016
@@ -19,15 +19,15 @@ _SHIFT_LR = _BATCH * _SHIFT_LR_PER_SAMPLE
 _HEAD_LR = _BATCH * _HEAD_LR_PER_SAMPLE
 _STEPS = 310
 
-# airbench96 takes 9 / 11.5 of airbench94's rate for its wider network and longer run. An orthogonal update turns a
-# matrix by as much whatever its width; for five times the steps its rate is about 0.6 times as large.
+# airbench96 uses 9 / 11.5 of airbench94's rate for its wider network and longer run. An orthogonal update turns a
+# matrix equally far whatever its width; for five times the steps its rate is about 0.6 times as large.
 _BATCH_96 = 1_024
 _LR_96 = 0.12
 _SHIFT_LR_96 = _BATCH_96 * _SHIFT_LR_PER_SAMPLE * 9 / 11.5
 _HEAD_LR_96 = _BATCH_96 * _HEAD_LR_PER_SAMPLE * 9 / 11.5
 _STEPS_96 = 1_758
 
-# What both share: data, whitening, Muon, a rate that falls linearly to 0, and how the test images are looked at.
+# Common fields of both recipes: data, whitening, Muon, a rate that falls linearly to 0, and test-time augmentation.
 _SHARED = {
     "activation": "silu",
     "bn_eps": 1e-12,
@@ -140,5 +140,5 @@ def cifar10_96() -> Config:
         batch_phases=(BatchPhase(0, _BATCH_96),),
         lr=_LR_96,
         target_top1=0.96,
-        eval_every_epochs=40,  # at the end alone
+        eval_every_epochs=40,  # only at the end
     )

@@ -1,4 +1,4 @@
-"""timm's ResNet-50 in 100 epochs (2021): "ResNet strikes back", its cheapest procedure."""
+"""timm's ResNet-50 in 100 epochs (2021): the cheapest procedure of "ResNet strikes back"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""You et al. (2017/18): LARS, which made batches of 32K converge; AlexNet in 11 and ResNet-50 in 20 minutes."""
+"""You et al. (2017/18): LARS, with which batches of 32K converge; AlexNet in 11 and ResNet-50 in 20 minutes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _resnet50(name: str, global_batch: int, target_top1: float) -> Config:
     return Config(recipe=name).override(
         **_LARS,
         model="resnet50",
-        # The original ResNet's augmentation, weaker than Facebook's: the shorter side drawn from 256 to 480.
+        # The original ResNet's augmentation, weaker than Facebook's: the shorter side is drawn from 256 to 480.
         augment="scale_jitter",
         jitter_sides=(256, 480),
         color_noise=0.1,

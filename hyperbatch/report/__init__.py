@@ -1,4 +1,4 @@
-"""What is drawn from a run's folder afterwards."""
+"""Reports and pictures that are drawn from the files of a run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hyperbatch.errors import InputError
 
 
 def write_report(folders: list[Path], output: Path | None = None) -> Path:
-    """One self-contained report.html for a run (or several, compared); returns its path.
+    """Writes one self-contained report.html for a run, or for the comparison of several runs. Returns its path.
 
-    Without `output` it is written into the run's folder, or for several runs into the current one.
+    Without `output` it is written into the run's folder, or for several runs into the current folder.
     """
     from hyperbatch.report.page import render
     from hyperbatch.report.runs import load_runs
@@ -23,14 +23,14 @@ def write_report(folders: list[Path], output: Path | None = None) -> Path:
     try:
         text = render(runs)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, ZeroDivisionError) as error:
-        # Anybody may have written the files.
+        # The files may have been written by anyone.
         raise InputError(
             f"{runs[0].folder}: its record or metrics cannot be drawn ({type(error).__name__}: {error}); they are "
             f"damaged"
         ) from error
     try:
         replace_text(path, text)
-    except (OSError, ValueError, RuntimeError) as error:  # of a name with a null byte; of links in a circle
+    except (OSError, ValueError, RuntimeError) as error:  # other types: null bytes; loops of links
         reason = error.strerror if isinstance(error, OSError) else error
         raise InputError(f"cannot write the report to {path}: {reason}; choose another place") from None
     return path

@@ -1,8 +1,8 @@
-"""Line charts as inline SVG, drawn here so that they need no script, print well and open from a file.
+"""Line charts as inline SVG, which need no script, print well and open from a file.
 
-A chart of a run holds one group of marks per x axis (time, epochs, steps); the page shows one of them. The script only
-adds the cross-hair: it reads the same points from the page's data block. report/picture.py draws the same charts into
-files of their own.
+A chart of a run has one group of marks per x axis (time, epochs, steps); the page shows one group at a time. The script
+only adds the cross-hair, and reads the same points from the page's data block. report/picture.py draws the same charts
+into separate files.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from hyperbatch.report.runs import AXES
 WIDTH, HEIGHT = 540, 250
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 14, 30
 COLORS = 8
-MOST_LABELS = 8  # of a logarithmic axis
+MOST_LABELS = 8  # the most labels of a logarithmic axis
 
 Scale = Callable[[float], float]
 
 
 @dataclass(kw_only=True, slots=True)
 class Line:
-    """One curve of one run. `faint` is the raw data behind a smoothed curve. `texts` stand beside its points."""
+    """One curve of one run. `faint` is the raw data behind a smoothed curve; `texts` are labels beside its points."""
 
     label: str
     color: int
@@ -39,7 +39,7 @@ class Line:
 
 @dataclass(kw_only=True, slots=True)
 class Band:
-    """The range in which a curve may lie, in its colour."""
+    """The range in which a curve may lie, in the colour of the curve."""
 
     color: int
     x: dict[str, list[float]]
@@ -54,7 +54,7 @@ class Chart:
     form: str  # how values are written: percent, number or count
     lines: list[Line]
     bands: list[Band] = field(default_factory=list)
-    about: str = ""  # what the panel shows, in a sentence
+    about: str = ""  # a sentence that says what the chart shows
     from_zero: bool = True
     ceiling: float | None = None
     target: float | None = None
@@ -69,7 +69,7 @@ def color(index: int) -> str:
 
 
 def dash(index: int) -> str | None:
-    """What tells lines of one colour apart where there are more of them than colours; their swatches are hollow."""
+    """The dashes of lines beyond the number of colours, which repeat a colour. Swatches of dashed lines are hollow."""
     return None if index < COLORS else "7 4" if index < 2 * COLORS else "2 3"
 
 
@@ -77,7 +77,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers from at or below `low` to at or above `high`."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return [0.0, 1.0]
-    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-30):  # one value: give it room
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-30):  # a single value gets a range around it
         high = low + (abs(low) if abs(low) > 1e-30 else 1.0)
     rough = (high - low) / about
     scale = 10.0 ** math.floor(math.log10(rough))
@@ -95,7 +95,7 @@ def time_unit(longest_s: float) -> tuple[str, float]:
 
 
 def y_range(chart: Chart) -> tuple[float, float]:
-    """The middle 99 % of what is drawn: one wild first step must not flatten the rest."""
+    """The middle 99 % of all drawn values, so that one extreme first step does not flatten the rest."""
     drawn = [*(line.y for line in chart.lines), *(y for band in chart.bands for y in (band.low, band.high))]
     values = sorted(v for y in drawn for v in y if math.isfinite(v))
     if not values:
@@ -110,7 +110,7 @@ def y_range(chart: Chart) -> tuple[float, float]:
 
 
 def draw(chart: Chart) -> Html:
-    """The chart's figure, or a sentence where there is nothing to draw."""
+    """Returns the chart's figure, or a sentence if there is nothing to draw."""
     if not any(math.isfinite(v) for line in chart.lines for v in line.y):
         body = el("p", "Nothing was recorded.", cls="empty")
     else:
@@ -131,14 +131,14 @@ def draw(chart: Chart) -> Html:
 
 
 def said(chart: Chart) -> str:
-    """What is said about the panel: its own sentence, and which axes are logarithmic."""
+    """The text about the chart: its own sentence, and which of its axes are logarithmic."""
     bent = [name for name, log in (("x", chart.log_x), ("y", chart.log_y)) if log]
     scale = f"Logarithmic {' and '.join(bent)} {'axes' if len(bent) > 1 else 'axis'}." if bent else ""
     return " ".join(filter(None, [chart.about, scale]))
 
 
 def marks(chart: Chart) -> list[Html]:
-    """What is inside the chart's picture, WIDTH by HEIGHT: grid, axes and curves."""
+    """Draws the inside of the chart's picture, WIDTH by HEIGHT: grid, axes and curves."""
     y_ticks = _y_ticks(chart)
     named = labelled(y_ticks) if chart.log_y else y_ticks
     y_of = _scale(y_ticks[0], y_ticks[-1], HEIGHT - BOTTOM, TOP, log=chart.log_y)
@@ -163,13 +163,13 @@ def marks(chart: Chart) -> list[Html]:
         el("rect", x=LEFT - 5, y=0, width=WIDTH - LEFT + 5, height=HEIGHT - BOTTOM + 4),
         id=f"clip-{chart.key}",
     )
-    several = len(chart.axes) > 1  # the page shows one of them
+    several = len(chart.axes) > 1  # the page shows one of the axes
     axes = [el("g", _axis(chart, axis, y_of), cls=f"axis {axis}" if several else None) for axis in chart.axes]
     return [el("defs", clip), join(*grid), *axes]
 
 
 def _scale(low: float, high: float, start: float, end: float, *, log: bool) -> Scale:
-    """Where a value lies between two places; `low` lies at `start`."""
+    """Returns a function that maps a value to a place between `start` and `end`. `low` is at `start`."""
     bend = math.log if log else float
 
     def place(value: float) -> float:
@@ -197,7 +197,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def labelled(log: list[float]) -> list[float]:
-    """Of logarithmic ticks, those that have room for their number: all, or the powers of ten."""
+    """The logarithmic ticks that have room for a number: all of them, or only the powers of ten."""
     tens = [tick for tick in log if abs(math.log10(tick) - round(math.log10(tick))) < 1e-9]
     return log if len(log) <= MOST_LABELS or len(tens) < 2 else tens
 
@@ -207,7 +207,7 @@ def _longest(chart: Chart, axis: str) -> float:
 
 
 def in_words(chart: Chart) -> str:
-    """What a reader who cannot see the curve is told."""
+    """Describes the curves for readers who cannot see them."""
     form = {"percent": units.percent, "number": units.number, "count": units.count}[chart.form]
     parts = []
     for line in chart.lines:
@@ -218,8 +218,11 @@ def in_words(chart: Chart) -> str:
 
 
 def _axis(chart: Chart, axis: str, y_of: Scale) -> list[Html]:
-    """The x ticks and the curves against one axis. A logarithmic one of counts (GPUs, images) has its ticks at those
-    that occur, any other at round numbers."""
+    """Draws the x ticks and the curves for one axis.
+
+    A logarithmic axis of counts (GPUs, images) has ticks at the counts that occur; other axes have ticks at round
+    numbers.
+    """
     longest = _longest(chart, axis)
     unit, scale = time_unit(longest) if axis == "time" else ("", 1.0)
     every, least = [], 0.0
@@ -237,7 +240,7 @@ def _axis(chart: Chart, axis: str, y_of: Scale) -> list[Html]:
         place = f"{x_of(tick):.1f}"
         drawn.append(el("line", x1=place, x2=place, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM + 4, cls="base"))
     for tick in inside:
-        # The unit stands at the last tick, as one reads it.
+        # The last tick also shows the unit.
         suffix = f" {unit or AXES.get(axis, axis)}" if tick == inside[-1] else ""
         near_edge = x_of(tick * scale) > WIDTH - RIGHT - 40 and suffix
         drawn.append(
@@ -266,12 +269,12 @@ def _area(band: Band, axis: str, x_of: Scale, y_of: Scale) -> Html:
 
 
 def _texts(lines: list[Line], axis: str, x_of: Scale, y_of: Scale) -> list[Html]:
-    """Beside the points: above or below, to the right or the left, or not at all where others stand already."""
+    """Places texts beside their points: above or below, right or left, or not at all if they would overlap others."""
     out: list[Html] = []
     taken: list[tuple[float, float, float]] = []  # left and right end, and base line
     for line in lines:
         for text, x_value, y_value in zip(line.texts, line.x[axis], line.y, strict=False):
-            wide = 7 * len(text)  # about
+            wide = 7 * len(text)  # estimated width
             for side, below in ((1, False), (1, True), (-1, True), (-1, False)):
                 left = x_of(x_value) + (8 if side > 0 else -8 - wide)
                 base = y_of(y_value) + (16 if below else -6)
@@ -306,7 +309,7 @@ def _curve(line: Line, axis: str, x_of: Scale, y_of: Scale) -> list[Html]:
 
 
 def _ring(line: Line, axis: str, target: float, x_of: Scale, y_of: Scale) -> Html | None:
-    """Where the curve first reaches the target."""
+    """Draws a ring where the curve first reaches the target."""
     first = next((i for i, value in enumerate(line.y) if value >= target), None)
     if first is None:
         return None
@@ -314,7 +317,7 @@ def _ring(line: Line, axis: str, target: float, x_of: Scale, y_of: Scale) -> Htm
 
 
 def hover_data(charts: list[Chart]) -> dict[str, object]:
-    """What the cross-hair reads: per chart the curves that are not faint, rounded to what can be seen."""
+    """The data that the cross-hair reads: the curves of each chart that are not faint, with five digits."""
 
     def rounded(values: list[float]) -> list[float | None]:
         return [float(f"{v:.5g}") if math.isfinite(v) else None for v in values]

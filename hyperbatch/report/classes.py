@@ -1,4 +1,4 @@
-"""The last evaluation by class: which classes are recognised worst, and what they are taken for."""
+"""The last evaluation by class: the classes with the lowest accuracy, and the most frequent confusions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hyperbatch.report.markup import Html, el, join, table
 from hyperbatch.report.runs import Run
 from hyperbatch.report.sections import card, folded
 
-SHOWN = 10  # of the worst
+SHOWN = 10  # number of classes in the short tables
 
 
 def by_class(run: Run) -> Html | None:

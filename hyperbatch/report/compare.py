@@ -12,7 +12,7 @@ from hyperbatch.report.chart import color, dash
 from hyperbatch.report.markup import Html, el, join, table
 from hyperbatch.report.runs import Run
 
-# (head, value of a result, how it is written, which is best)
+# (heading, field of the result, its format, the function that selects the best value)
 COLUMNS: tuple[tuple[str, str, Callable[[Any], str], Callable[[Any], Any] | None], ...] = (
     ("time to target", "time_to_target_s", units.duration, min),
     ("top-1", "top1", units.percent, max),
@@ -24,7 +24,7 @@ COLUMNS: tuple[tuple[str, str, Callable[[Any], str], Callable[[Any], Any] | None
     ("epochs", "epochs", lambda v: units.number(round(v, 2)), None),
     ("steps", "steps", units.count, None),
 )
-SOME_HAVE = ("top1_plain", "top5", "val_loss")  # no column where no run has it
+SOME_HAVE = ("top1_plain", "top5", "val_loss")  # fields without a column if no run has them
 
 
 def swatch(index: int) -> Html:

@@ -1,4 +1,4 @@
-"""HTML that cannot be forgotten to be escaped: `el` escapes every text that is not `Html` already."""
+"""HTML in which escaping cannot be forgotten: `el` escapes every text that is not already `Html`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ VOID = {"br", "meta", "path", "line", "rect", "circle", "input"}
 
 
 class Html(str):
-    """Markup, as opposed to a text that happens to hold angle brackets."""
+    """Markup, as opposed to a text that may contain angle brackets."""
 
     __slots__ = ()
 
 
 def el(tag: str, *children: Any, **attributes: Any) -> Html:
-    """`el("td", text, cls="num", data_x=1)` is `<td class="num" data-x="1">text</td>`; None leaves an attribute out."""
+    """`el("td", text, cls="num", data_x=1)` is `<td class="num" data-x="1">text</td>`; None omits an attribute."""
     pairs = "".join(
         f' {name.removesuffix("_").replace("cls", "class").replace("_", "-")}="{html.escape(str(value))}"'
         for name, value in attributes.items()
@@ -28,7 +28,7 @@ def el(tag: str, *children: Any, **attributes: Any) -> Html:
 
 
 def join(*children: Any) -> Html:
-    """Texts are escaped, markup is kept, None is nothing, a list is its items."""
+    """Joins children: texts are escaped, markup is kept, None is skipped, and lists are flattened."""
     parts = []
     for child in children:
         if isinstance(child, Html):
@@ -41,8 +41,8 @@ def join(*children: Any) -> Html:
 
 
 def table(head: list[Any], rows: list[list[Any]], *, numeric: set[int] | None = None, cls: str | None = None) -> Html:
-    """A table whose columns in `numeric` are set right. Where the page is narrow it scrolls sideways; with "stack" in
-    `cls` its rows become blocks of a line for each column instead."""
+    """A table; columns in `numeric` are aligned right. On a narrow page it scrolls sideways, or with "stack" in `cls`
+    each row becomes a block with one line per column."""
     numeric = numeric or set()
     stacked = "stack" in (cls or "").split()
 

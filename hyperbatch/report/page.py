@@ -1,4 +1,4 @@
-"""Puts a report together: headline and accuracy first, then the curves, then what the run was made of."""
+"""Assembles a report: headline and accuracy first, then the curves, then the run's configuration and environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hyperbatch.report.markup import Html, el, join
 from hyperbatch.report.runs import Run, axis_values, sample, smooth
 from hyperbatch.report.style import CSS, SCRIPT
 
-POINTS = 1600  # of all runs together, per curve: more than there are pixels, and far below a megabyte
+POINTS = 1600  # per curve and for all runs together: more than the pixels of a chart, and far less than a megabyte
 
 
 def render(runs: list[Run]) -> str:
@@ -31,7 +31,7 @@ def render(runs: list[Run]) -> str:
 
 
 def document(title: str, body: Html, footer: str, *scripts: Html, **attributes: str) -> str:
-    """A page with the report's style, in one file."""
+    """Returns a page in one file, with the style of the report."""
     page = el(
         "html",
         el(
@@ -111,7 +111,7 @@ def _accuracy(run: Run, color: int, points: int) -> Line:
 
 
 def _val_loss(run: Run, color: int, points: int) -> list[Line]:
-    """None for a run of an older version."""
+    """Returns no line for a run of an older version."""
     values = run.evals["val_loss"]
     if not any(map(math.isfinite, values)):
         return []
@@ -147,7 +147,7 @@ def top(title: str, where: str) -> Html:
 
 
 def _origin(run: Run) -> str:
-    """When and from what the run was made."""
+    """When the run was made, and its seed, commit and folder."""
     env = run.record.environment if run.record else {}
     seed = sections.config_value(run.record, "run", "seed") if run.record else None
     parts = [f"seed {seed}" if seed is not None else "", str(env.get("date") or "").replace("T", " ")]

@@ -1,4 +1,4 @@
-"""Charts and time lines in SVG files of their own: `simulate --plot`, `plan --plot`, the pictures of the documents."""
+"""Charts and time lines as separate SVG files: `simulate --plot`, `plan --plot`, the pictures of the documentation."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hyperbatch.report.markup import Html, el
 from hyperbatch.report.style import CHART_CSS
 from hyperbatch.report.timing import GROUP_COLOR, LEFT, WIDTH, part_names, step_bars, timeline
 
-MARGIN, TITLE = 12, 26  # around a chart; its title
-LINE = 16  # a line of what is said about it, or of its key
-LETTERS = 88  # of a line that is as wide as a chart
+MARGIN, TITLE = 12, 26  # around a chart; height of its title
+LINE = 16  # height of a line of text or of the key
+LETTERS = 88  # characters in a line as wide as a chart
 LONG = {"s": "seconds", "min": "minutes", "h": "hours"}
 
 Series = Mapping[str, Sequence[tuple[float, float]]]
@@ -29,7 +29,7 @@ Series = Mapping[str, Sequence[tuple[float, float]]]
 def line_chart(
     title: str, x_name: str, series: Series, *, about: str = "", form: str = "number", log_y: bool = False
 ) -> Chart:
-    """Lines over a logarithmic x axis; x_name is its unit."""
+    """Makes a chart of lines over a logarithmic x axis. x_name is the unit of that axis."""
     lines = [
         Line(label=name, color=i, x={x_name: [x for x, _ in points]}, y=[y for _, y in points], dots=len(points) <= 12)
         for i, (name, points) in enumerate(series.items())
@@ -38,7 +38,7 @@ def line_chart(
 
 
 def sweep_charts(values: Mapping[str, Any]) -> list[Chart]:
-    """`simulate`'s answer: time to target, speed, efficiency, and cost (or energy) against time."""
+    """The charts of `simulate`: time to target, speed, efficiency, and cost (or energy) against time."""
     points, name = values["points"], f"{values['recipe']} on {values['cluster']}"
 
     def against_gpus(title: str, about: str, of: Mapping[str, Callable[[Any], float]], **options: Any) -> Chart:
@@ -68,7 +68,7 @@ def sweep_charts(values: Mapping[str, Any]) -> list[Chart]:
 
 
 def time_chart(name: str, points: Sequence[Mapping[str, Any]]) -> Chart:
-    """Time to target against GPUs, in a unit that suits it."""
+    """The chart of time to target against GPUs, in a suitable unit."""
     times = [point["time_to_target_s"] for point in points]
     unit, scale = time_unit(max(time["high"] for time in times))
     x = {"GPUs": [float(point["gpus"]) for point in points]}
@@ -87,12 +87,12 @@ def time_chart(name: str, points: Sequence[Mapping[str, Any]]) -> Chart:
 
 
 def cost_chart(name: str, sweeps: Mapping[str, Sequence[Mapping[str, Any]]], what: str = "energy_kwh") -> Chart:
-    """Cost or energy against time to target as the cluster grows: the points of a sweep, or of several."""
+    """The chart of cost or energy against time to target as the cluster grows, for one or several sweeps."""
     unit, scale = time_unit(max(point["time_to_target_s"]["mid"] for points in sweeps.values() for point in points))
     title, amount = {"energy_kwh": ("Energy", "kWh"), "cost_usd": ("Cost", "US dollars")}[what]
     lines = []
     for index, (label, points) in enumerate(sweeps.items()):
-        ordered = sorted(points, key=lambda point: point["gpus"])  # more of them may take longer
+        ordered = sorted(points, key=lambda point: point["gpus"])  # a larger cluster may take longer
         x = {unit: [point["time_to_target_s"]["mid"] / scale for point in ordered]}
         gpus = [units.count(point["gpus"]) for point in ordered]
         gpus[-1] += "" if index else " GPUs"
@@ -111,7 +111,7 @@ def cost_chart(name: str, sweeps: Mapping[str, Sequence[Mapping[str, Any]]], wha
 
 
 def charts_picture(*shown: Chart) -> str:
-    """Charts in one picture, two in a row, each with its title, what it shows, and its key."""
+    """Draws charts into one picture, two in a row, each with its title, text and key."""
     columns = min(2, len(shown))
     heads = [_head(chart) for chart in shown]
     rows = [max(height for _, height in heads[i : i + columns]) for i in range(0, len(heads), columns)]
@@ -128,7 +128,7 @@ def charts_picture(*shown: Chart) -> str:
 
 
 def _head(chart: Chart) -> tuple[list[Html], int]:
-    """What stands above a chart, and its height."""
+    """Returns the title, text and key above a chart, and their height."""
     drawn = [_title(chart.title)]
     y = TITLE
     for text in textwrap.wrap(said(chart), LETTERS):
@@ -147,7 +147,7 @@ def _title(text: str) -> Html:
 
 
 def _key(names: Sequence[tuple[str, int]], width: float = charts.WIDTH) -> tuple[list[Html], int]:
-    """Names beside their colours, in as many lines as they need; a name of n letters is about 7 n wide."""
+    """Returns names beside their colours, and the number of lines they take. A name of n letters is about 7 n wide."""
     entries, x, line = [], 0, 0
     for name, index in names:
         if x and x + 14 + 7 * len(name) > width:
@@ -160,7 +160,7 @@ def _key(names: Sequence[tuple[str, int]], width: float = charts.WIDTH) -> tuple
 
 
 def timeline_picture(steps: Mapping[str, StepTiming]) -> str:
-    """Steps as time lines to one scale, each under its title."""
+    """Draws steps as time lines with one scale, each under its title."""
     drawn, height = _timeline(steps)
     return _file([_at(MARGIN, 0, *drawn)], WIDTH + 2 * MARGIN, height, f"time lines of {', '.join(steps)}")
 
@@ -172,7 +172,7 @@ def _timeline(steps: Mapping[str, StepTiming]) -> tuple[list[Html], float]:
 
 
 def plan_picture(plan: Plan) -> str:
-    """`plan`'s answer: the step as a time line, and the steps of every other grouping and all-reduce beside it."""
+    """Draws the result of `plan`: the step as a time line, and bars for every other grouping and all-reduce."""
     timing, phase = plan.step.timing, plan.phase
     name = f"{plan.recipe} on {units.plural(plan.gpus, 'GPU')} of {plan.cluster}"
     title = f"One step of {name}: {units.duration(timing.step_s)}"
@@ -209,7 +209,7 @@ def _file(drawn: list[Html], width: float, height: float, words: str) -> str:
 
 
 def write_picture(path: Path, picture: str) -> None:
-    """A file the user asked for; a path that cannot be written is their mistake."""
+    """Writes a picture to the user's file. InputError if it cannot be written."""
     try:
         path.write_text(picture, encoding="utf-8")
     except OSError as error:

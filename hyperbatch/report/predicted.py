@@ -1,4 +1,4 @@
-"""The planner's step for what a run has run: its model, batch, ranks and groups on the machine file of its device."""
+"""The planner's prediction for a run: a step of its model, batch, ranks and groups on its device's machine file."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hyperbatch.schedule import Phase
 
 
 def predicted_step(record: RunRecord) -> tuple[str, StepTiming] | None:
-    """(name of the machine file, the step of the run's last batch phase); None where the planner does not know the
-    model or the device. Anybody may have written the record: what cannot be planned has no prediction.
+    """Returns (name of the machine file, step of the run's last batch phase), or None if the planner does not know the
+    model or the device. The record may have been written by anyone, so errors in it also mean None.
     """
     env = record.environment
     cluster = cluster_of_device("" if env.get("device_type") == "cpu" else str(env.get("device") or "?"))

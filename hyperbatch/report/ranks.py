@@ -1,4 +1,4 @@
-"""Every rank's step, the slowest one named, and what its device showed."""
+"""The mean step of each rank, the slowest rank by name, and the readings of its device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hyperbatch.report.sections import card, folded
 from hyperbatch.report.timing import fitting, part_key, step_bars
 
 MOST_BARS = 16
-OWN = ("data_wait_s", "forward_s", "backward_s", "update_s")  # what a rank does without the others
+OWN = ("data_wait_s", "forward_s", "backward_s", "update_s")  # work that does not depend on other ranks
 
 
 def ranks(run: Run) -> Html | None:
@@ -30,7 +30,7 @@ def ranks(run: Run) -> Html | None:
 
 
 def _timing(row: dict[str, Any]) -> StepTiming:
-    """What is left of a step beside a rank's own work is communication, or waiting for a slower rank."""
+    """The rest of a step beside the rank's own work is communication, or waiting for a slower rank."""
     own = {name: float(row.get(name) or 0.0) for name in OWN}
     step_s = float(row["step_s"])
     return StepTiming.from_dict(own | {"step_s": step_s, "exposed_comm_s": max(0.0, step_s - sum(own.values()))})
@@ -83,7 +83,7 @@ def _table(rows: list[dict[str, Any]]) -> Html:
 
 
 def memory(row: dict[str, Any]) -> str:
-    """The most that a rank held, and of how much."""
+    """The peak memory of a rank, and the memory of its device."""
     peak, total = row.get("memory_peak_bytes"), row.get("memory_bytes")
     if not peak:
         return units.NONE
@@ -97,7 +97,7 @@ def clock(row: dict[str, Any]) -> str:
 
 
 def device_tile(run: Run) -> tuple[str, str, str] | None:
-    """Memory of the rank that needed most, and what its device showed."""
+    """The peak memory of the rank that needed most, with the readings of its device."""
     rows = [row for row in (run.record.ranks if run.record else []) if isinstance(row, dict)]
     rows = [row for row in rows if row.get("memory_peak_bytes")]
     if not rows:

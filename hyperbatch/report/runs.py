@@ -1,7 +1,7 @@
-"""A run's folder as the report reads it: whatever is there, whole or not.
+"""Reads a run's folder for the report, even if files are missing or incomplete.
 
-metrics.jsonl may end in the middle of a line, record.json may be missing (the run is going on, or died), and values may
-be null (NaN); none of that stops a report.
+metrics.jsonl may end in the middle of a line, record.json may be missing (the run is still running, or it died), and
+values may be null (NaN). None of these prevents a report.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EVAL_FIELDS = ("step", "epoch", "time_s", "top1", "val_loss", "samples")
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """`steps` and `evals` are columns of equal length, in order of steps; what was not finite is NaN."""
+    """The data of a run. `steps` and `evals` are columns of equal length, in order of steps; NaN marks other values."""
 
     folder: Path
     name: str
@@ -47,13 +47,13 @@ class Run:
 
 
 def check_folder(folder: Path) -> None:
-    """InputError unless there is a folder of that name."""
+    """Raises InputError unless the folder exists."""
     if not folder.is_dir():
         raise _not_a_run(folder, "is a file" if folder.exists() else "does not exist")
 
 
 def check_run(folder: Path, files: tuple[str, ...] = ("record.json", "metrics.jsonl")) -> None:
-    """InputError unless the folder holds one of the files."""
+    """Raises InputError unless the folder has one of the files."""
     check_folder(folder)
     if not any((folder / name).exists() for name in files):
         page = folder / "report.html"
@@ -101,7 +101,7 @@ def _columns(lines: list[dict[str, Any]], event: str, fields: tuple[str, ...]) -
 
 
 def _rows(lines: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
-    """In order of steps; of a step written twice (a run resumed by hand) the later line counts."""
+    """Returns the lines in order of steps. Of a step that was written twice (by a manual resume), the later counts."""
     by_step = {line["step"]: line for line in lines if line["event"] == event}
     return [by_step[step] for step in sorted(by_step)]
 
@@ -115,7 +115,7 @@ def axis_values(columns: dict[str, list[float]]) -> dict[str, list[float]]:
 
 
 def smooth(values: list[float], share: float) -> list[float]:
-    """An exponential mean over about `share` of the run, unbiased at the start; NaN stays NaN and is not carried on."""
+    """An exponential mean over about `share` of the run, unbiased at the start. NaN stays NaN and does not spread."""
     keep = 1 - 1 / max(1.0, len(values) * share)
     total = weight = 0.0
     out = []
@@ -136,8 +136,10 @@ def sample(
     changes: str,
     also: set[int] | None = None,
 ) -> list[int]:
-    """About `points` indices that keep the picture: the ends, what is in `also`, where `changes` changes, and of each
-    stretch the least and the greatest of `extremes` and the first that is not a number.
+    """Selects about `points` indices that preserve the curve's shape.
+
+    They are the ends, the indices in `also`, the points where `changes` changes, and in each section of the run the
+    minimum and the maximum of each of `extremes` and its first non-finite value.
     """
     length = len(columns["step"])
     if length <= points:

@@ -1,4 +1,4 @@
-"""The parts of a report about one run, each from what its record holds; a part without data is left out."""
+"""The sections of a report on one run, each drawn from the run's record. A section without data is omitted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def card(title: str, lead: Any, *body: Any, long: bool = False) -> Html:
 
 
 def verdict(run: Run) -> tuple[str, str, str]:
-    """(kind of the pill, its text, the one big line)."""
+    """Returns (kind of the pill, its text, the headline)."""
     if run.record is None:
         best = run.best_top1
         return "bad", "no record", f"{units.percent(best)} so far" if best is not None else "Not finished"
@@ -39,7 +39,7 @@ def verdict(run: Run) -> tuple[str, str, str]:
 
 
 def headline(run: Run, *more: tuple[str, str, str]) -> Html:
-    """more: tiles of other modules."""
+    """more: tiles from other modules."""
     kind, pill, big = verdict(run)
     return join(
         el("span", pill, cls=f"pill {kind}"),
@@ -89,7 +89,7 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
 
 
 def compiled_parts(record: RunRecord) -> tuple[str, str] | None:
-    """What was compiled, and a word more; None: nothing was, or an older version wrote the record."""
+    """Returns what was compiled and how long it took; None if nothing was compiled, or the record has no such data."""
     made = record.compiled
     regions, kinds, seconds = (made.get(name) for name in ("regions", "kinds", "seconds"))
     if not regions or not kinds or seconds is None:
@@ -105,7 +105,7 @@ def _compiled_tile(record: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def _data_tile(record: RunRecord) -> list[tuple[str, str, str]]:
-    """The data's own counts; an older record has none."""
+    """Returns the tile with the data's own counts; none for older records."""
     images, held_back, classes = (record.data.get(name) for name in ("train_samples", "eval_samples", "classes"))
     if not images:
         return []
@@ -114,7 +114,7 @@ def _data_tile(record: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def hardware(record: RunRecord) -> tuple[str, str]:
-    """What it ran on, and a word more about it."""
+    """Returns the name of the hardware and a detail about it."""
     env = record.environment
     device = str(env.get("device") or env.get("device_type") or "unknown")
     if env.get("device_type") == "cpu":

@@ -1,4 +1,4 @@
-"""What a run was set up with, how that differs from its recipe, and the command that does it again."""
+"""The configuration of a run, its differences from the recipe, and the command that repeats the run."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from hyperbatch.report.markup import Html, el, table
 from hyperbatch.report.runs import Run
 from hyperbatch.report.sections import card
 
-OWN_COUNTS = ("train_samples", "eval_samples", "classes")  # of the data, whatever the recipe was written for
+OWN_COUNTS = ("train_samples", "eval_samples", "classes")  # of the actual data; the recipe may have others
 
 
 def own_count(record: RunRecord, section: str, name: str) -> int | None:
-    """What the data has of it; None where the field is no count, or the record of an older version."""
+    """Returns the data's own count. None if the field is not a count, or an older version wrote the record."""
     return record.data.get(name) if section == "data" and name in OWN_COUNTS else None
 
 
 def changed_fields(record: RunRecord) -> dict[str, tuple[Any, Any]] | None:
-    """Field -> (recipe's value, this run's) where they differ; None when the recipe is not one of ours.
+    """Maps each changed field to (the recipe's value, this run's value). None if the recipe is not a built-in one.
 
-    Only built-in recipes are looked up: drawing a report never imports code that a run's folder names.
+    Only built-in recipes are looked up, because drawing a report must never import code that a run's folder names.
     """
     recipe = all_recipes().get(record.recipe)
     if recipe is None:
         return None
-    # `auto` stays: what it stood for depends on the chip, of which the record says too little.
+    # `auto` is kept: its meaning depends on the GPU, and the record says too little about that.
     usual = recipe.config().with_precision("auto", on_gpu=record.environment.get("device_type") == "cuda").to_dict()
     changed = {}
     for spec in fields():
@@ -36,7 +36,7 @@ def changed_fields(record: RunRecord) -> dict[str, tuple[Any, Any]] | None:
         if not isinstance(here, dict) or spec.name not in here or not spec.repeated:
             continue
         before, now = usual[spec.section][spec.name], spec.coerce(here[spec.name])
-        chosen = spec.name == "nproc" and before == 0  # left to the launcher, which wrote down what it found
+        chosen = spec.name == "nproc" and before == 0  # it was left to the launcher, which recorded the number of ranks
         if spec.coerce(before) != now and not chosen:
             changed[spec.name] = (before, now)
     return changed
@@ -72,7 +72,7 @@ def config(run: Run) -> Html | None:
 
 
 def field_text(value: Any) -> str:
-    """A field's value for the eye: as on the command line, with six digits."""
+    """A field's value as text: as on the command line, but rounded to six digits."""
     return format_value(_rounded(value)) or "none"
 
 
@@ -83,7 +83,7 @@ def _rounded(value: Any) -> Any:
 
 
 def command(record: RunRecord) -> str | None:
-    """The command that does this run again, as far as the record tells; None for an own recipe that it only names."""
+    """Returns the command that repeats the run, as far as the record knows; None for some custom recipes."""
     changed = changed_fields(record)
     if changed is None and ":" not in record.recipe:
         return None
@@ -106,7 +106,7 @@ def reproduce(run: Run) -> Html | None:
     environment = [
         [name.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, list) else value]
         for name, value in record.environment.items()
-        if value not in (None, "") and name != "command"  # a worker's own, where a launcher started it
+        if value not in (None, "") and name != "command"  # a worker's own command if a launcher started it
     ]
     note, again = None, command(record)
     if again is None:

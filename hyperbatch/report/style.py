@@ -1,8 +1,8 @@
-"""The report's style sheet and script: no fonts, libraries or addresses from outside."""
+"""The style sheet and script of the report. They use no fonts, libraries or addresses from outside."""
 
 from __future__ import annotations
 
-# What a picture in a file of its own needs as well.
+# The part of the style that separate pictures need too.
 CHART_CSS = """
 :root {
   color-scheme: light dark;
@@ -220,7 +220,7 @@ footer { color: var(--soft); font-size: 12.5px; margin: 22px 2px 0; }
 """
 )
 
-# One cross-hair for all charts: they share the x axis, so a glance compares them at the same moment.
+# One cross-hair for all charts: they share the x axis, so that values at the same time can be compared.
 SCRIPT = """
 (() => {
   const root = document.documentElement, AXES = ["time", "epoch", "step"];

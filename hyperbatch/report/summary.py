@@ -1,4 +1,4 @@
-"""The closing lines of `hyperbatch train`: did it reach the target, how fast, and where the report is."""
+"""The last lines of `hyperbatch train`: whether the target was reached, how fast, and where the report is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hyperbatch.report import sections, units
 
 
 def summary(record: RunRecord) -> str:
-    """A few aligned lines of plain text, the verdict first."""
+    """Returns a few aligned lines of plain text, starting with the verdict."""
     result = record.result
     rows = [("accuracy", accuracy(record))]
     rows.append(("speed", f"{units.count(result.images_per_s)} images/s on {units.plural(record.world_size, 'rank')}"))
@@ -22,7 +22,7 @@ def summary(record: RunRecord) -> str:
         more = f" (and {len(record.warnings) - 1} more in the report)" if len(record.warnings) > 1 else ""
         rows.append(("warning", record.warnings[0] + more))
     page = Path(record.folder) / "report.html"
-    if record.folder and (not record.error or page.exists()):  # a run that failed has none until somebody asks for it
+    if record.folder and (not record.error or page.exists()):  # a failed run has a report only if the user wrote one
         rows.append(("report", str(page)))
     return "\n".join([verdict(record), *(f"  {label:<9} {text}" for label, text in rows)])
 

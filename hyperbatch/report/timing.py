@@ -1,4 +1,4 @@
-"""Where the time of a run and of one step went: stacked bars, and the step as a time line."""
+"""Where the time of a run and of one step went: stacked bars, and time lines of a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hyperbatch.report.predicted import predicted_step
 from hyperbatch.report.runs import Run
 from hyperbatch.report.sections import card
 
-# (field without _s, label, colour)
+# (name of the field without _s, label, colour)
 CLOCK = (
     ("init", "set-up", 7),
     ("train", "training", 5),
@@ -30,11 +30,11 @@ STEP = {
     "update": ("update", 2),
 }
 GROUP_COLOR = 1
-WIDTH, NARROW, LEFT, RIGHT = 860, 350, 92, 8  # of a time line, and of one for a telephone
+WIDTH, NARROW, LEFT, RIGHT = 860, 350, 92, 8  # widths of a time line and of a narrow one for phones; margins
 
 
 def stacked_bar(parts: list[tuple[str, float, int]], longest_s: float | None = None) -> Html:
-    """(label, seconds, colour) as one bar with its key; `longest_s` is what the full width stands for."""
+    """Draws (label, seconds, colour) as one bar with its key. `longest_s`: the time that the full width represents."""
     total = sum(seconds for _, seconds, _ in parts) or 1.0
     bar = [
         el(
@@ -104,7 +104,7 @@ def _compared(cluster: str, predicted: StepTiming, measured: StepTiming) -> str:
 
 
 def step_picture(steps: Mapping[str, StepTiming]) -> Html | None:
-    """Steps as time lines to one scale; None where nothing is exchanged."""
+    """Draws steps as time lines with one scale. None if nothing is exchanged."""
     if not any(timing.groups for timing in steps.values()):
         return None
     titled = steps if len(steps) > 1 else {"": next(iter(steps.values()))}
@@ -118,7 +118,7 @@ def step_picture(steps: Mapping[str, StepTiming]) -> Html | None:
 
 
 def fitting(draw: Callable[[int], tuple[list[Html], float]], words: str) -> Html:
-    """A drawing twice, for a wide window and for a narrow one: the style sheet shows the one that fits."""
+    """Draws the same picture for a wide and a narrow window. The style sheet shows the one that fits."""
     drawn = []
     for width, cls in ((WIDTH, "for-wide"), (NARROW, "for-narrow")):
         marks, height = draw(width)
@@ -129,10 +129,12 @@ def fitting(draw: Callable[[int], tuple[list[Html], float]], words: str) -> Html
 def step_bars(
     steps: Mapping[str, StepTiming], width: int = WIDTH, longest_s: float | None = None
 ) -> tuple[list[Html], float]:
-    """Steps as stacked bars below each other to one scale, and the height. The keys stand on the left; `longest_s` is
-    what the full width stands for."""
+    """Draws steps as stacked bars below each other with one scale, and returns the bars and their height.
+
+    The names are on the left. `longest_s`: the time that the full width represents.
+    """
     longest_s = longest_s or max(timing.step_s for timing in steps.values())
-    left, right = LEFT, 64  # for the names, and for the seconds
+    left, right = LEFT, 64  # room for the names, and for the seconds
     marks = []
     for row, (name, timing) in enumerate(steps.items()):
         y, x = row * 22, float(left)
@@ -148,7 +150,7 @@ def step_bars(
 
 
 def part_names(steps: Iterable[StepTiming]) -> list[tuple[str, int]]:
-    """(label, colour) of the parts that the steps have."""
+    """(label, colour) of each part that the steps have."""
     shown = {name for timing in steps for name, _, _ in timing.parts()}
     return [names for part, names in STEP.items() if part in shown]
 
@@ -159,9 +161,9 @@ def part_key(steps: Iterable[StepTiming]) -> Html:
 
 
 def timeline(steps: Mapping[str, StepTiming], width: int = WIDTH) -> tuple[list[Html], float]:
-    """Steps below each other to one scale, and the height: compute above, each group's all-reduce below.
+    """Draws steps with one scale, compute above and each group's all-reduce below. Returns the marks and the height.
 
-    The keys are titles; one step may do without.
+    The names are used as titles. A single step may have an empty one.
     """
     longest_s = max(end for timing in steps.values() for end in (timing.step_s, *(g.end_s for g in timing.groups)))
 
@@ -201,7 +203,7 @@ def _compute(timing: StepTiming, top: float, x_of: Scale) -> list[Html]:
 
 
 def _groups(timing: StepTiming, top: float, x_of: Scale, width: int) -> tuple[list[Html], float]:
-    """A row for each group, and where the last one ends; rows of many groups are thin and have no labels."""
+    """Draws a row for each group, and returns the last row's end. If there are many, rows are thin and unlabelled."""
     row = max(4.0, min(18.0, 240 / max(1, len(timing.groups))))
     gap = 5 if row > 8 else 1
     marks, bottom = [], top
@@ -221,7 +223,7 @@ def _groups(timing: StepTiming, top: float, x_of: Scale, width: int) -> tuple[li
             marks.append(el("text", f"group {group.index}", x=LEFT - 10, y=base, text_anchor="end"))
             if end + 60 < width:
                 marks.append(el("text", units.size(group.bytes), x=f"{end + 6:.1f}", y=base))
-            elif min(ready, x) - 66 > LEFT:  # no room behind it, but before it
+            elif min(ready, x) - 66 > LEFT:  # there is no room behind the bar, but before it
                 marks.append(
                     el("text", units.size(group.bytes), x=f"{min(ready, x) - 6:.1f}", y=base, text_anchor="end")
                 )

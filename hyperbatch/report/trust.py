@@ -1,4 +1,4 @@
-"""The trust ratio of each layer over the run, as a heat map: a row for each layer in the order of the network."""
+"""A heat map of the trust ratios over the run, with a row for each layer in the order of the network."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hyperbatch.report.markup import Html, el, table
 from hyperbatch.report.runs import Run
 from hyperbatch.report.sections import card, folded
 
-COLUMNS = 64  # at most
+COLUMNS = 64  # the most columns
 LEVELS = 12  # colours, --h0 to --h11
 
 
 def trust_ratios(run: Run, number: int = 0) -> Html | None:
-    """number: of the run on its page."""
+    """number: the run's number on its page."""
     history = moments(run)
     ratios = last_ratios(run, history)
     if not ratios:
@@ -42,19 +42,19 @@ def last_ratios(run: Run, history: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _adapted(ratios: dict[str, float]) -> dict[str, float]:
-    """Norms and biases take the learning rate whole."""
+    """The ratios other than 1. Norms and biases have a ratio of 1, that is, the unchanged learning rate."""
     return {name: value for name, value in ratios.items() if value != 1.0}
 
 
 def moments(run: Run) -> list[dict[str, Any]]:
-    """The lines of layers.jsonl that are drawn, evenly spread over the run; the last one is among them."""
+    """The lines of layers.jsonl that are drawn, evenly spaced over the run and including the last one."""
     lines = [line for line in run.layers if isinstance(line.get("trust_ratios"), dict)]
     stride = -(-len(lines) // COLUMNS) or 1
     return lines[::-stride][::-1]
 
 
 def heat_data(run: Run) -> dict[str, Any] | None:
-    """What the pointer reads: where the columns are on each x axis, and every value."""
+    """The data for the pointer: the position of each column on each x axis, and all values."""
     history = moments(run)
     if not history:
         return None
@@ -115,7 +115,7 @@ def _heat_map(
 
 
 def _cells(rows: dict[str, list[float]], low: float, high: float) -> list[Html]:
-    """One path for each colour; neighbours of one colour are one rectangle."""
+    """Draws one path for each colour. Neighbouring cells of one colour are one rectangle."""
     span = math.log(high / low) or 1.0
     paths: dict[int, list[str]] = {}
     for y, values in enumerate(rows.values()):
@@ -133,7 +133,7 @@ def _cells(rows: dict[str, list[float]], low: float, high: float) -> list[Html]:
 
 
 def _ends(history: list[dict[str, Any]]) -> Html:
-    """Under the map: where it begins and ends, on the x axis that is shown."""
+    """The labels under the map: its first and last column on the selected x axis."""
     if not history:
         return el("div", el("span", "at the last step"), cls="ends")
     forms = {

@@ -1,4 +1,4 @@
-"""Numbers as people read them. NaN and None are a dash everywhere."""
+"""Formats numbers for people. NaN and None are a dash."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def missing(value: float | None) -> bool:
 
 
 def significant(value: float, digits: int) -> str:
-    """At least so many digits, and never an exponent for what is large."""
+    """Formats a value with this many significant digits; larger values have all their digits and no exponent."""
     return f"{value:,.0f}" if abs(value) >= 10**digits - 0.5 else f"{value:.{digits}g}"
 
 
@@ -38,7 +38,7 @@ def percent(share: float | None, digits: int = 2) -> str:
 
 
 def count(value: float | None) -> str:
-    """1,234 below a million, then three digits and a letter."""
+    """1,234 below a million; above it three digits and a letter."""
     if value is None or missing(value):
         return NONE
     if abs(value) < 1e6:

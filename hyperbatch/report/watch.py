@@ -21,11 +21,11 @@ from hyperbatch.report.summary import summary
 
 BARS = "▁▂▃▄▅▆▇█"
 REFRESH_S = 0.5
-BEGUN = ("record.json", "metrics.jsonl", ".lock")  # a run has at least one of them, the lock before its first step
+BEGUN = ("record.json", "metrics.jsonl", ".lock")  # every run has one of them; the lock exists before the first step
 
 
 class Follower:
-    """Reads what was appended since the last look; starts over when the file shrank (the run was started again)."""
+    """Reads what was appended since the last call. Starts over if the file shrank, as when a run is restarted."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
@@ -52,12 +52,12 @@ class Follower:
 
 
 def watch(folder: Path, *, once: bool = False, console: Console | None = None) -> None:
-    """Follows a run until its record appears or Ctrl-C; `once` prints the current state and returns."""
+    """Follows a run until its record appears or Ctrl-C is pressed. `once` prints the current state and returns."""
     folder = Path(folder)
     if once:
         check_run(folder, BEGUN)
     check_folder(folder)
-    if any(folder.iterdir()):  # one that is empty may be waited for
+    if any(folder.iterdir()):  # an empty folder may belong to a run that has not started
         check_run(folder, (*BEGUN, "config.toml"))
     console = console or Console()
     follower = Follower(folder / "metrics.jsonl")
@@ -73,14 +73,14 @@ def watch(folder: Path, *, once: bool = False, console: Console | None = None) -
                 follower.look()
                 live.update(view(folder, follower))
         if not console.is_terminal:
-            console.print()  # rich leaves the last view without a line's end there
+            console.print()  # without a terminal, rich does not end the last line
     if finished(folder):
         with contextlib.suppress(InputError):
             console.print(summary(RunRecord.load(folder)), highlight=False)
 
 
 def state(folder: Path) -> dict[str, Any]:
-    """What `watch --once` shows, as values: the last metrics, and the record of a run that has ended."""
+    """The values that `watch --once` shows: the last metrics, and the record if the run has ended."""
     check_run(folder, BEGUN)
     follower = Follower(folder / "metrics.jsonl")
     follower.look()
@@ -98,7 +98,7 @@ def state(folder: Path) -> dict[str, Any]:
 
 
 def finished(folder: Path) -> bool:
-    """A record older than the metrics belongs to the attempt before a resume."""
+    """Whether the run has ended. A record that is older than the metrics is from an attempt before a resume."""
     record, metrics = folder / "record.json", folder / "metrics.jsonl"
     if not record.exists():
         return False
@@ -135,7 +135,7 @@ def view(folder: Path, follower: Follower) -> Group:
 
 
 def spark(values: list[float | None], width: int = 48) -> str:
-    """The last stretch of a curve as bars; what is not a number is a blank."""
+    """Draws the last part of a curve as bars. A value that is not finite is a blank."""
     stride = -(-len(values) // width) or 1
     shown = [value if value is not None and math.isfinite(value) else None for value in values[::-stride][::-1]]
     finite = [value for value in shown if value is not None]
