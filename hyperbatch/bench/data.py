@@ -120,8 +120,7 @@ def bench_data(
 
 
 def write_jpegs(folder: Path, count: int, width: int, height: int) -> float:
-    """Writes a tree of distinct JPEGs with the detail of photographs (about 70 kB at 500x375). Returns the mean
-    size."""
+    """Writes a folder tree of distinct JPEGs like photographs (about 70 kB at 500x375). Returns their mean size."""
     for split in ("train", "val"):
         for name in ("a", "b"):
             (folder / split / name).mkdir(parents=True)

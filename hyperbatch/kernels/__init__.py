@@ -14,16 +14,18 @@ def has_triton() -> bool:
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs kernels on CPU tensors; it is slow, and for tests."""
+    """Whether Triton's interpreter runs kernels on CPU tensors. It is slow and meant for tests."""
     return has_triton() and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-processors_left: int | None = None  # see leave_processors; None: it was not called
+processors_left: int | None = None  # set by leave_processors; None: it was not called
 
 
 def leave_processors(count: int | None) -> None:
-    """Sets how many multiprocessors are reserved for NCCL by kernels whose programs wait for each other: as many as the
-    programs (CTAs) that it may launch. None: NCCL's maximum, if there are several ranks. Call it before the first
-    step."""
+    """Reserves multiprocessors for NCCL, in kernels whose programs wait for each other.
+
+    count: the number of programs (CTAs) that NCCL may launch. None: NCCL's maximum if there are several ranks. Call it
+    before the first step.
+    """
     global processors_left
     processors_left = count

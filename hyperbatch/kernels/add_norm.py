@@ -1,14 +1,14 @@
-"""A residual sum and the layer norm behind it, and their gradients, of 16-bit rows (Triton).
+"""A residual sum and the following layer norm of 16-bit rows, and their gradients (Triton).
 
     forward     x, branch [m, c]   ->  s = x + branch, n = norm(s); mean and 1 / deviation of each row
     backward    ds, dn, s          ->  d = ds + gradient of s through the norm; partial sums for scale, shift and biases
     sum         partials           ->  gradients of scale, shift and biases
 
 d is the gradient of x and of the branch: the sum of the gradient through the norm and of ds, which bypasses the norm.
-The column sums of d are therefore the gradient of a bias at the end of the branch. Those of ds are the gradient of the
-bias at the end of the next branch, which follows the norm and is added to s next.
-Without a branch, s is x, and if nothing bypasses the norm, there is no ds. Sums are taken in fp32 and in a fixed order,
-so the bits are always the same. Reference: `hyperbatch.models.residual`.
+The column sums of d are therefore the gradient of a bias at the end of the branch. The column sums of ds are the
+gradient of the bias at the end of the next branch, which follows the norm and is the next to be added to s. Without a
+branch, s is x. If nothing bypasses the norm, there is no ds. Sums are computed in fp32 and in a fixed order, so the
+bits are always the same. Reference: `hyperbatch.models.residual`.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
@@ -28,11 +28,11 @@ from hyperbatch.kernels.norm.tiles import processors
 
 SIZES = ("M", "ROWS")  # arguments whose values need no new compilation
 MOST_BLOCKS = 3  # of columns in a row: with more, their sums would not fit into registers
-WIDEST = 4096  # columns: a program has whole rows
+WIDEST = 4096  # columns: a program holds whole rows
 
 
-# A row is K blocks of BC columns. The next power of two of 384 would leave a quarter of the threads idle, and lay a row
-# across warps, which wait for each other at its sums.
+# A row is K blocks of BC columns. The next power of two of 384 would leave a quarter of the threads idle and distribute
+# a row over several warps, which would wait for each other at its sums.
 
 
 @kernel(do_not_specialize=SIZES)
@@ -65,7 +65,7 @@ def _add_norm_kernel(
             v = v.to(tl.float32) + tl.load(branch + at + k * BC, mask=inside, other=0.0).to(tl.float32)
             v = v.to(s.dtype.element_ty)
             tl.store(s + at + k * BC, v, mask=inside)
-        values = values + (v.to(tl.float32),)  # as it is stored: backward sees the same
+        values = values + (v.to(tl.float32),)  # rounded as stored, so that backward sees the same values
         total += values[k]
     middle = tl.sum(total, 1) / C
     total = tl.zeros([BM, BC], tl.float32)
@@ -75,7 +75,7 @@ def _add_norm_kernel(
     inverse = tl.rsqrt(tl.sum(total, 1) / C + eps)
     tl.store(mean + r, middle, mask=r < M)
     tl.store(rstd + r, inverse, mask=r < M)
-    # A whole tile of them, so that each thread has its own columns, and nothing is moved between threads.
+    # Scale and shift are loaded as whole tiles, so that each thread has its own columns and nothing moves between them.
     column = tl.broadcast_to(c[None, :], [BM, BC])
     for k in tl.static_range(K):
         scale = tl.load(weight + k * BC + column, mask=column < C, other=0.0).to(tl.float32)
@@ -86,13 +86,13 @@ def _add_norm_kernel(
 
 @triton.jit
 def _added(sums, at: tl.constexpr, v):
-    """The tuple with v added to one of its tensors."""
+    """Returns the tuple with v added to the tensor at this place."""
     return sums[:at] + (sums[at] + v,) + sums[at + 1 :]
 
 
 @triton.jit
 def _store_sums(part, first, second, c, C: tl.constexpr, K: tl.constexpr, BC: tl.constexpr):
-    """Of the columns of two tuples of tiles; in pairs, so that warps meet half as often."""
+    """Stores the column sums of two tuples of tiles, in pairs, so that warps synchronise half as often."""
     at = tl.arange(0, 2)[None, :] * C + c[:, None]
     for k in tl.static_range(K):
         tl.store(part + k * BC + at, tl.sum(tl.join(first[k], second[k]), 0), mask=c[:, None] < C)
@@ -124,7 +124,7 @@ def _add_norm_gradient_kernel(
     scale = ()
     for k in tl.static_range(K):
         scale = scale + (tl.load(weight + k * BC + c, mask=c < C, other=0.0).to(tl.float32),)
-    # Tiles of sums, folded once at the end: a fold in every iteration would cost more than the loads.
+    # These tiles of sums are reduced once at the end. A reduction in every iteration would cost more than the loads.
     nothing = tl.zeros([BM, BC], tl.float32)
     to_scale, to_shift = copies(nothing, K), copies(nothing, K)
     to_next, to_branch = copies(nothing, K), copies(nothing, K)
@@ -165,14 +165,16 @@ def _add_norm_gradient_kernel(
 
 
 def takes(x: Tensor) -> bool:
-    """Whether these kernels are made for a tensor: 16 bits, and rows of whole vectors that a program can hold."""
+    """Whether these kernels support a tensor: 16 bits, and rows of whole vectors that fit into a program."""
     c = x.shape[-1]
     return x.dtype in (torch.float16, torch.bfloat16) and c % ALIGNED == 0 and c <= WIDEST and x.numel() > 0
 
 
 def _tile_of(c: int) -> dict[str, int]:
-    """Blocks of columns in a row, rows of a tile, columns of a block; some of these are masked where blocks would be
-    too many."""
+    """Returns the blocks of columns in a row, the rows of a tile and the columns of a block.
+
+    If there would be too many blocks, a block is wider than the row needs, and some of its columns are masked.
+    """
     columns = c & -c  # the largest power of two that divides c
     if c // columns > MOST_BLOCKS:
         columns = 1 << (c - 1).bit_length()
@@ -183,7 +185,7 @@ def _tile_of(c: int) -> dict[str, int]:
 def forward(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(s, n, mean, 1 / deviation); s is x itself without a branch. Tensors are contiguous."""
+    """Returns (s, n, mean, 1 / deviation). Without a branch, s is x itself. Tensors are contiguous."""
     c = x.shape[-1]
     m = x.numel() // c
     s, n = x if branch is None else torch.empty_like(x), torch.empty_like(x)
@@ -212,8 +214,11 @@ def forward(
 def backward(
     ds: Tensor | None, dn: Tensor, s: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, *, biases: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(d, [gradient of the scale, of the shift], [column sums of ds, of d]); the second in the weight's precision. The
-    third in fp32, and only with `biases`, which need ds. Tensors are contiguous."""
+    """Returns (d, [gradient of the scale, of the shift], [column sums of ds, of d]).
+
+    The second is in the weight's precision. The third is in fp32 and only computed with `biases`, which need ds.
+    Tensors are contiguous.
+    """
     c = s.shape[-1]
     m = s.numel() // c
     d, sums = torch.empty_like(s), torch.empty(2, c, dtype=weight.dtype, device=s.device)

@@ -1,18 +1,19 @@
 """Views of a batch of images in one launch (Triton). References: `hyperbatch.data.gpu.render.render_reference`,
-and for a set of small images that lies in device memory `hyperbatch.data.stream` and `hyperbatch.data.host`.
+and for a set of small images in device memory `hyperbatch.data.stream` and `hyperbatch.data.host`.
 
     images of any size, anywhere in device memory          one program: BLOCK elements of one image's view
     address, width, height, strides  ─┐                    ┌──────────────┐
     box, shift, mirror, colour       ─┴─> crop, antialiased│x c x c x c ..│ resize, mirror, normalise, cast: written
                                                            └──────────────┘ once, channels last
 
-An element (y, x, c) sums its own taps: neighbours share pixels, and the cache holds them. A separate pass over rows
-would halve the taps and add a round trip through memory; for photographs the taps are few (about 14).
+Each element (y, x, c) sums its own taps: neighbouring elements share pixels, which stay in the cache. A separate pass
+over rows would halve the number of taps but add a round trip through memory; for photographs there are few taps (about
+14).
 
-A set that lies in device memory as one array, whose images are shown at their own size, needs no host:
+A set that is one array in device memory, and whose images are used at their own size, needs no work of the host:
 
-    draw_kernel   a thread per sample: which image (the stream's permutation), how far shifted, mirrored, which jitter,
-                  where a square is cut out, and its label
+    draw_kernel   a thread per sample: its image (by the stream's permutation), its shift, whether it is mirrored, its
+                  jitter, the place of a cut-out square, and its label
     cut_kernel    one load for each element that is written
 
 Their traffic is 1 + 2 bytes for each element in 16 bits: 50,000 images of 32x32x3 are 0.46 GB.
@@ -58,7 +59,7 @@ def views_kernel(
     CUTOUT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One axis: a grid's others end at 65,535.
+    # One axis of the grid, because the other axes are limited to 65,535.
     parts: tl.constexpr = (SIZE * SIZE * C + BLOCK - 1) // BLOCK
     image = (tl.program_id(0) // parts).to(tl.int64)
     element = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
@@ -78,14 +79,14 @@ def views_kernel(
     x_shift, y_shift = tl.load(view + 4).to(tl.int32), tl.load(view + 5).to(tl.int32)
     mirrored = tl.load(view + 6) > 0
 
-    # Mirrored last, shifted before: undone in that order.
+    # The image is shifted first and mirrored last, so this is undone in reverse order.
     x = tl.where(mirrored, SIZE - 1 - x, x) - x_shift
     y = y - y_shift
     if REFLECT:
         x, y = _reflected(x, SIZE), _reflected(y, SIZE)
     inside_view = inside & (x >= 0) & (x < SIZE) & (y >= 0) & (y < SIZE)
 
-    # A triangle of weights around the place, as wide as one step (at least one pixel each way).
+    # A triangle of weights around the centre, as wide as one step (at least one pixel to each side).
     x_spread, y_spread = tl.maximum(x_step, 1.0), tl.maximum(y_step, 1.0)
     x_centre, y_centre = left + (x + 0.5) * x_step, top + (y + 0.5) * y_step
     x_first = tl.maximum(tl.floor(x_centre - x_spread + 0.5).to(tl.int32), 0)
@@ -122,14 +123,14 @@ def views_kernel(
 
 @triton.jit
 def _reflected(place, SIZE: tl.constexpr):
-    """`augment._reflected`: folded back at the outermost pixels."""
+    """Reflects coordinates at the outermost pixels, like `augment._reflected`."""
     place = tl.abs(place)
     return tl.where(place < SIZE, place, 2 * (SIZE - 1) - place)
 
 
 @triton.jit
 def _cut_out(corner, element, SIZE: tl.constexpr, C: tl.constexpr, CUTOUT: tl.constexpr):
-    """Which elements of a view lie in the square with this corner."""
+    """Whether each element of a view is inside the square with this corner."""
     x, y = element // C % SIZE - tl.load(corner), element // (SIZE * C) - tl.load(corner + 1)
     return (x >= 0) & (x < CUTOUT) & (y >= 0) & (y < CUTOUT)
 
@@ -148,7 +149,7 @@ def views(
 ) -> None:
     """Fills out [n, size, size, c] from the samples' addresses and views: value * scales[c] * gains[n] + offsets[n, c].
 
-    reflect: what a shift brings in is the view's own reflection; else 0. cutout: side of the square that is set to 0,
+    reflect: whether a shift fills in the view's reflection, or 0. cutout: side of the square that is set to 0,
     with its left and top in corners int32[n, 2].
     """
     n, size, _, channels = out.shape
@@ -171,12 +172,12 @@ def views(
 
 
 class Draws(NamedTuple):
-    """What a sample of a batch is: written by `draw`, read by `cut`."""
+    """The random choices for each sample of a batch. `draw` writes them, and `cut` reads them."""
 
     picks: Tensor  # int32[n, 4]: image, shift x, shift y, mirrored
     colors: Tensor  # fp32[n, 2]: contrast, brightness
     labels: Tensor  # int64[n]
-    corners: Tensor | None  # int32[n, 2]: left and top of the square that is cut out; None: nothing is
+    corners: Tensor | None  # int32[n, 2]: left and top of the square that is cut out; None if nothing is cut out
 
 
 @triton.jit
@@ -300,7 +301,7 @@ def cut_kernel(
     x = element // C % SIZE
     c = element % C
 
-    # Mirrored last, shifted before: undone in that order.
+    # The image is shifted first and mirrored last, so this is undone in reverse order.
     x = tl.where(mirrored, SIZE - 1 - x, x) - tl.load(pick + 1)
     y = y - tl.load(pick + 2)
     if REFLECT:
@@ -328,12 +329,12 @@ def draw(
     corner_column: int = 0,
     corners: int = 0,
 ) -> Draws:
-    """The samples at `places` (start, count, share, stride) of the stream over labels int64[length].
+    """Draws the samples at `places` (start, count, share, stride) of the stream over labels int64[length].
 
-    keys: int64[2], of the order and the uniforms. jitter: fp64[2], ranges of brightness and contrast, drawn if
-    `jitter_column` is not 0. grid: rows and columns of the permutation. images: how many there are; they repeat.
-    shift: the largest, in pixels. flip: "none", "random" or "alternating". corners: how many places the left of a
-    square that is cut out can take, and its top; 0: nothing is cut out.
+    keys: int64[2], those of the order and of the uniforms. jitter: fp64[2], ranges of brightness and contrast, which
+    are drawn if `jitter_column` is not 0. grid: rows and columns of the permutation. images: the number of images; they
+    repeat. shift: the largest shift in pixels. flip: "none", "random" or "alternating". corners: the number of
+    positions of a cut-out square in each direction; 0 if nothing is cut out.
     """
     count, device = places[1], labels.device
     draws = Draws(

@@ -3,11 +3,12 @@
 Reference: `models.blur.blur`, which rounds twice to 16 bits; here fp32 sums are rounded once.
 
     blur             x -> y      1 read, 1 write (1/4 with a stride of 2)
-    blur_gradient    dy -> dx    the same the other way: with a stride of 1 the blur again, with one of 2 a pixel takes
+    blur_gradient    dy -> dx    with a stride of 1 the same blur; with a stride of 2, each pixel gets
 
-        in an even line 1/2 dy[line / 2], in an odd one 1/4 (dy[line // 2] + dy[line // 2 + 1]); columns likewise
+        in an even line 1/2 dy[line / 2], in an odd line 1/4 (dy[line // 2] + dy[line // 2 + 1]); likewise for columns
 
-The kernel that adds the gradient of a strided shortcut to another one reads dy itself: `kernels.norm.tiles.OfBlurred`.
+The kernel that adds the gradient of a strided shortcut to another gradient reads dy directly:
+`kernels.norm.tiles.OfBlurred`.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.

@@ -27,10 +27,10 @@ from hyperbatch.cores import usable_cores
 from hyperbatch.kernels import interpreted, workers
 
 MAX_THREADS = 16
-LAUNCHERS = 4  # built at once, at most, while kernels are compiled
+LAUNCHERS = 4  # most launchers that are built at once while kernels are compiled
 _kernels: list[Kernel] = []
-# Triton's mode for this is bound to one context. Backward runs in autograd's threads, so all threads enter this one.
-_mode: contextvars.Context | None = None  # None: kernels are launched
+# Triton's compile mode belongs to one context. Backward runs in autograd's threads, so all threads enter this context.
+_mode: contextvars.Context | None = None  # None: kernels are launched, not compiled
 _launches = True
 _asks = False
 _preparation: threading.Thread | None = None
@@ -40,7 +40,7 @@ class Kernel:
     """A Triton function: kernel[grid](...) launches it, or requests its compilation inside `compiling`."""
 
     def __init__(self, fn: Any) -> None:
-        self.fn = fn  # the name that Triton's own wrappers give it
+        self.fn = fn  # Triton's own wrappers use this name too
         self._is_hashed = False
         _kernels.append(self)
 
@@ -51,13 +51,13 @@ class Kernel:
             self._hash()
         if _mode is None:
             return self.fn[grid]
-        context = _mode.copy()  # one thread at a time can be in a context
+        context = _mode.copy()  # only one thread at a time can be in a context
         return lambda *args, **options: context.run(self.fn.warmup, *args, grid=grid, **options)
 
     def _hash(self) -> None:
         """Makes the kernel's key in Triton's cache the same in every run. Triton adds constants of a function to the
         keys of its callers only if it has hashed the function before them, so it is hashed first here."""
-        if workers.has_key(self.fn):  # the interpreter's functions have none
+        if workers.has_key(self.fn):  # functions of the interpreter have no key
             for function in workers.functions_of(self.fn):
                 _ = function.cache_key
         self._is_hashed = True
@@ -111,7 +111,7 @@ def prepare_triton() -> None:
     global _preparation
 
     def work() -> None:
-        with contextlib.suppress(Exception):  # whatever it is, the first kernel meets it again
+        with contextlib.suppress(Exception):  # the first kernel would meet the same error again
             from triton.runtime import driver
             from triton.runtime.cache import triton_key
 
@@ -140,7 +140,7 @@ def compiling(*, ranks: int = 1, count: Callable[[int, int], None] | None = None
     _parse_one_at_a_time()
     helpers = workers.running()
     with _Pool(_threads(ranks) if helpers is None else helpers.count, count, helpers) as pool:
-        mode = triton.AsyncCompileMode(pool)  # all but the compilation itself happens in the thread that calls
+        mode = triton.AsyncCompileMode(pool)  # everything but the compilation itself happens in the calling thread
         context = contextvars.copy_context()
         context.run(mode.__enter__)
         _mode = context
@@ -166,7 +166,7 @@ def _parse_one_at_a_time() -> None:
     from triton.runtime.jit import JITFunction
 
     owner = next((base for base in JITFunction.__mro__ if "parse" in vars(base)), None)
-    if owner is None:  # a Triton that we do not know
+    if owner is None:  # an unknown version of Triton
         return
     parse, lock = owner.parse, threading.Lock()
     if not hasattr(parse, "__wrapped__"):
@@ -212,7 +212,7 @@ class _Pool(ThreadPoolExecutor):
         def work() -> Any:
             try:
                 if self._helpers is not None:
-                    self._helpers.compile(compile)  # into Triton's cache, where the next line finds it
+                    self._helpers.compile(compile)  # writes to Triton's cache, where the next line finds the result
                 compiled = compile()
                 if launcher is not None:
                     launcher.result()
@@ -225,12 +225,12 @@ class _Pool(ThreadPoolExecutor):
         return super().submit(work)
 
     def _launcher(self, compile: Callable[[], Any]) -> Future[None] | None:
-        """A future that is done when this kernel's launcher is in Triton's cache; None: it is built later."""
+        """Returns a future that is done when this kernel's launcher is in Triton's cache; None if it is built later."""
         try:
             source = inspect.getclosurevars(compile).nonlocals["src"]
-        except (TypeError, KeyError):  # a Triton that we do not know
+        except (TypeError, KeyError):  # an unknown version of Triton
             return None
-        types = re.sub(r"\*\w+", "*", str(list(source.signature.values())))  # a pointer is a pointer
+        types = re.sub(r"\*\w+", "*", str(list(source.signature.values())))  # all pointers have the same type
         if types not in self._launchers:
             self._launchers[types] = self._makers.submit(_make_launcher, source)
         return self._launchers[types]
@@ -241,7 +241,7 @@ class _Pool(ThreadPoolExecutor):
 
 
 class _Unknown:
-    """Stands for a kernel's metadata, which its launcher's code does not depend on."""
+    """A placeholder for a kernel's metadata, on which its launcher's code does not depend."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -266,14 +266,14 @@ def _threads(ranks: int) -> int:
 
 
 def _settle(mode: Any) -> None:
-    """Enters compiled kernels into Triton's tables. Failed ones are left out, and a launch tries them again."""
+    """Enters compiled kernels into Triton's tables. Failed kernels are skipped, and a launch compiles them again."""
     from triton import FutureKernel
 
     for future in mode.future_kernels.values():
         future.result(ignore_errors=True)
-    # Triton 3.7 keeps promises in the tables: failed ones, and those that share a compilation with another.
+    # Triton 3.7 keeps futures in the tables for kernels that failed, or that share a compilation with others.
     for kernel in _kernels:
-        for table, *_ in getattr(kernel.fn, "device_caches", {}).values():  # the interpreter has none
+        for table, *_ in getattr(kernel.fn, "device_caches", {}).values():  # functions of the interpreter have none
             for key, entry in list(table.items()):
                 if isinstance(entry, FutureKernel):
                     table[key] = entry.kernel

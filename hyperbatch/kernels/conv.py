@@ -24,8 +24,8 @@ from hyperbatch.kernels.compile import is_asking, is_compiling
 from hyperbatch.kernels.memsets import replace_memsets
 from hyperbatch.stopwatch import device_s
 
-CALLS, ROUNDS = 4, 3  # of a measurement
-SMALL_BYTES = 128 << 20  # of x or its product: up to here launches matter, and there is memory for another one
+CALLS, ROUNDS = 4, 3  # calls and rounds of a measurement
+SMALL_BYTES = 128 << 20  # of x or its product: up to here launches matter, and a second result fits into memory
 _chosen: dict[tuple[Any, ...], int] = {}
 Result = TypeVar("Result")
 
@@ -36,13 +36,13 @@ def padded(images: Tensor) -> Tensor:
     Images that are the first channels of such a tensor may have it as an attribute `padded`; then no copy is needed.
     """
     whole = getattr(images, "padded", None)
-    if whole is not None and images.is_set_to(whole[:, :3]):  # not if somebody has given it other data since
+    if whole is not None and images.is_set_to(whole[:, :3]):  # not if other code has replaced its data since
         return whole
     return functional.pad(images, (0, 0, 0, 0, 0, 1)) if images.shape[1] == 3 and images.is_cuda else images
 
 
 def convolve(x: Tensor, conv: nn.Conv2d) -> Tensor:
-    """z = conv(x), without a bias. x may be `padded`."""
+    """Computes z = conv(x) without a bias. x may be `padded`."""
     if is_asking():
         return _room_for_output(x, conv)
     w = _padded(conv.weight, x, conv)
@@ -57,7 +57,7 @@ def convolve(x: Tensor, conv: nn.Conv2d) -> Tensor:
 
 
 def input_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, weight: Tensor) -> Tensor:
-    """dx from dz. weight: that of the forward."""
+    """Computes dx from dz. weight: the one that the forward used."""
     if is_asking():
         return torch.empty_like(x)
 
@@ -70,12 +70,12 @@ def input_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, weight: Tensor) -> Te
 
 
 def read_pixels_gradient(dz: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of only those pixels that a strided 1x1 convolution reads; that of the others is zero."""
+    """Computes the gradient of the pixels that a strided 1x1 convolution reads. That of all other pixels is zero."""
     return _image(torch.mm(rows(dz), weight.flatten(1)), dz)
 
 
 def weight_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, out: Tensor | None) -> Tensor:
-    """dw from dz: written to `out` if a matrix product computes it; otherwise in memory that cuDNN allocates."""
+    """Computes dw from dz: in `out` if a matrix product computes it, otherwise in memory that cuDNN allocates."""
     if is_asking():
         return torch.empty_like(conv.weight)
 
@@ -94,24 +94,24 @@ def weight_gradient(dz: Tensor, x: Tensor, conv: nn.Conv2d, out: Tensor | None) 
 
 
 def is_product(conv: nn.Conv2d, stride: int = 1) -> bool:
-    """Of the pixels it reads, with this stride."""
+    """Whether it is a matrix product over the pixels that it reads, with this stride."""
     return conv.kernel_size == (1, 1) and conv.stride == (stride,) * 2 and conv.padding == (0, 0) and conv.groups == 1
 
 
 def rows(x: Tensor) -> Tensor:
-    """A channels-last tensor as the matrix it is in memory."""
+    """Returns a channels-last tensor as the matrix that it is in memory."""
     return x.permute(0, 2, 3, 1).reshape(-1, x.shape[1])
 
 
 def _image(matrix: Tensor, like: Tensor) -> Tensor:
-    """The matrix as a channels-last tensor with the pixels of `like`."""
+    """Returns the matrix as a channels-last tensor with the pixels of `like`."""
     n, _, h, w = like.shape
     return matrix.view(n, h, w, matrix.shape[1]).permute(0, 3, 1, 2)
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """x in channels-last layout, usually x itself. It is copied if its layout is ambiguous, as with one channel, or if
-    torch chose another one: without cuDNN, and for gradients of torch's own operations."""
+    """Returns x in channels-last layout, usually x itself. It is copied if its layout is ambiguous, as with one
+    channel, or if torch chose another layout: without cuDNN, and for gradients of torch's own operations."""
     return x.contiguous(memory_format=torch.channels_last)
 
 
@@ -129,7 +129,7 @@ def _backward(
 
 
 def _room_for_output(x: Tensor, conv: nn.Conv2d) -> Tensor:
-    """Of the size of conv(x)."""
+    """Returns an uninitialised tensor with the size of conv(x)."""
     assert not isinstance(conv.padding, str)
     sides = [
         (side + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
@@ -142,7 +142,7 @@ def _room_for_output(x: Tensor, conv: nn.Conv2d) -> Tensor:
 
 
 def _room_for_weight(x: Tensor, conv: nn.Conv2d) -> Tensor:
-    """Of the weight's size: its own gradient needs to know no more of it."""
+    """Returns a tensor with the size of the weight; its values do not matter for the weight's own gradient."""
     w = conv.weight
     if x.shape[1] == conv.in_channels:
         return w
@@ -151,14 +151,14 @@ def _room_for_weight(x: Tensor, conv: nn.Conv2d) -> Tensor:
 
 
 def by_fastest(what: str, x: Tensor, weight: Tensor, *ways: Callable[[], Result]) -> Result:
-    """The result of the implementation that is fastest for this shape."""
+    """Returns the result of the implementation that is fastest for this shape."""
     return ways[fastest(what, x, weight, *ways)]()
 
 
 def fastest(what: str, x: Tensor, weight: Tensor, *ways: Callable[[], Any], in_graph: bool | None = None) -> int:
-    """The index of the fastest implementation for this shape; the last one if nothing may be measured.
+    """Returns the index of the fastest implementation for this shape, or the last one if nothing may be measured.
 
-    in_graph: as for `_seconds`; None: if the results are small.
+    in_graph: as for `_seconds`; None: whether the results are small.
     """
     key = (what, x.shape, weight.shape, x.dtype, x.device)
     if key not in _chosen:
@@ -171,8 +171,9 @@ def fastest(what: str, x: Tensor, weight: Tensor, *ways: Callable[[], Any], in_g
             _chosen[key] = before
             return before
         if is_compiling():
-            # The threads that compile would come between the two marks of a measurement. Each way once, so that cuDNN
-            # makes its own trials meanwhile: it chooses by shape, and what lies in the tensors is no matter.
+            # Compiling threads would disturb a measurement. Each implementation runs once, so that cuDNN makes its own
+            # trials
+            # meanwhile: it chooses by shape, whatever the values in the tensors are.
             for way in ways[:-1]:
                 way()
             return last
@@ -186,31 +187,31 @@ def fastest(what: str, x: Tensor, weight: Tensor, *ways: Callable[[], Any], in_g
 
 
 def _seconds(way: Callable[[], Any], *, in_graph: bool) -> float:
-    """Seconds of one call, the best of a few rounds, as cuDNN measures. Waits for the device, in a shape's first step.
+    """Returns a call's seconds, the best of a few rounds, as cuDNN does. Waits for the device, in a shape's first step.
 
     in_graph: measure inside a CUDA graph, where small products will run; launches by the host would take longer.
     """
     here = torch.cuda.current_stream()
     stream = _stream_to_measure_on(torch.cuda.current_device())
-    torch.cuda.synchronize()  # nothing else runs meanwhile, on any stream
+    torch.cuda.synchronize()  # so that nothing else runs on any stream meanwhile
     with torch.cuda.stream(stream):
         way()  # loads kernels and lets cuDNN choose
         run, calls = (_captured(way), CALLS) if in_graph else (way, 1)
-        # One more than ROUNDS: the first brings a graph to the device.
+        # One round more than ROUNDS, because the first uploads a graph to the device.
         best_s = min(device_s(run, device=stream.device) for _ in range(1 + ROUNDS))
     here.wait_stream(stream)
     return best_s / calls
 
 
 def _captured(way: Callable[[], Any]) -> Callable[[], None]:
-    """CALLS of it. Takes memory of its own for the result."""
+    """Captures CALLS calls in a graph, whose results have their own memory."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     graph.capture_begin(capture_error_mode="thread_local")
     try:
         for _ in range(CALLS):
             way()
     except BaseException:
-        with contextlib.suppress(RuntimeError):  # the first error counts
+        with contextlib.suppress(RuntimeError):  # the first error is raised
             graph.capture_end()
         raise
     graph.capture_end()

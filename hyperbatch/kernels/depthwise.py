@@ -6,19 +6,19 @@ K is 3, 5 or 7; the stride is 1 and the image is padded with zeros to its own si
 
     a thread       2 channels of a few neighbouring columns, from the top of the image to the bottom
 
-    row r of x     [ . . . | . . . . | . . . ]   loaded once, a row ahead of its use
+    row r of x     [ . . . | . . . . | . . . ]   loaded once, one row ahead of its use
                          \\ K x K taps /
-    rows r - K // 2 .. r + K // 2 of z           K rows of sums move along with r; the first one is finished, and stored
+    rows r - K // 2 .. r + K // 2 of z           K rows of sums move along with r; the first one is complete and stored
 
-    dx             the same, of dz and the taps in reverse order; a shortcut's gradient is added before it is rounded
+    dx             the same, from dz and the taps in reverse order; a shortcut's gradient is added before rounding
     dw, dbias      the same with the roles exchanged: K x K + 1 sums stay, K rows of dz move along with r. Each program
-                   stores its sums, a second launch adds them up. No atomics: the same bits each time
+                   stores its sums, and a second launch adds them up. No atomics, so bits are always the same
 
-All sums and products are fp32, and they are the limit: 49 products for 4 bytes of traffic take longer than a copy. The
-speed therefore depends on the share of fused multiply-adds among all instructions (about 0.8), so nothing may be loaded
-twice or spilled. Registers limit the number of columns: with 7 x 7 taps, a thread that holds all taps (98 numbers) has
-room for the sums of 4 columns (56). With 7 columns (98 sums, which divide the images of 224-px networks evenly), it
-reads the taps from the cache in every row.
+All sums and products are fp32, and arithmetic is the limit: 49 products for 4 bytes of traffic take longer than a copy.
+The speed therefore depends on the share of fused multiply-adds among all instructions (about 0.8), so nothing may be
+loaded twice or spilled. Registers limit the number of columns: with 7 x 7 taps, a thread that holds all taps (98
+numbers) has room for the sums of 4 columns (56). With 7 columns (98 sums, which divide the images of 224-px networks
+evenly), it reads the taps from the cache in every row.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
@@ -38,26 +38,26 @@ from hyperbatch.kernels.norm.tiles import processors
 
 SIZES = ("GROUPS", "ACROSS", "H", "W", "ROWS", "PROGRAMS")  # arguments whose values need no new compilation
 PER_THREAD = 2  # channels: 4 bytes of x
-MOST_HELD = 160  # taps and sums that a thread keeps in registers, of 255
-WARPS_PER_PROCESSOR = 8  # that run at once, with so many registers
-ROWS_AT_ONCE = tl.constexpr(2)  # of dz, so that its rows move half as often; an odd last one is a row of zeros
-BLOCK = 32  # of partial sums and channels, when they are added up
+MOST_HELD = 160  # of a thread's 255 registers, those for taps and sums
+WARPS_PER_PROCESSOR = 8  # warps that run at once with so many registers
+ROWS_AT_ONCE = tl.constexpr(2)  # of dz per iteration: its rows move half as often; an odd last one is a row of zeros
+BLOCK = 32  # partial sums and channels of a block, when partials are added up
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a convolution is dealt to threads."""
+    """How a convolution is divided among threads."""
 
-    columns: int  # of a thread
-    warps: int  # of a program
+    columns: int  # per thread
+    warps: int  # per program
 
     def holds(self, side: int) -> bool:
         """Whether a thread keeps all taps in registers."""
         return PER_THREAD * side * (side + self.columns) <= MOST_HELD
 
 
-SETTINGS = (Setting(7, 4), Setting(4, 2))  # the last one where nothing may be measured
-GRADIENT = Setting(4, 4)  # of the weight's
+SETTINGS = (Setting(7, 4), Setting(4, 2))  # the last one is used if nothing may be measured
+GRADIENT = Setting(4, 4)  # for the weight's gradient
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ GRADIENT = Setting(4, 4)  # of the weight's
 def _taps_kernel(
     weight, bias, taps, SC, SH, SW, C: tl.constexpr, K: tl.constexpr, FLIP: tl.constexpr, BC: tl.constexpr
 ):
-    """A row for each tap, in reverse order with FLIP, and the bias; zeros after the last channel of a row."""
+    """Writes a row for each tap (in reverse order with FLIP) and one for the bias; zeros after the last channel."""
     t = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     source = K * K - 1 - t if FLIP else t
@@ -88,8 +88,8 @@ def copies(value, COUNT: tl.constexpr):
 
 @triton.jit
 def columns_of(group, GROUPS, ACROSS, H, W, c, C: tl.constexpr, K: tl.constexpr, Q: tl.constexpr):
-    """Of groups of Q columns: the element in row 0 of each one's first column, and which of the Q + K - 1 columns that
-    it reads are in the image."""
+    """For groups of Q columns: returns the element in row 0 of each group's first column, and which of the Q + K - 1
+    columns that the group reads are inside the image."""
     left = group % ACROSS * Q
     at = ((group // ACROSS).to(tl.int64) * H * W + left) * C + c
     there = (group < GROUPS) & (c < C)
@@ -101,7 +101,7 @@ def columns_of(group, GROUPS, ACROSS, H, W, c, C: tl.constexpr, K: tl.constexpr,
 
 @triton.jit
 def row_beside(added, at, row, inside, there, C: tl.constexpr, P: tl.constexpr, Q: tl.constexpr):
-    """What is added to the Q columns of a row; nothing where there is none."""
+    """Loads what is added to the Q columns of a row; () if nothing is added."""
     found = ()
     if added is not None:
         for q in tl.static_range(Q):
@@ -136,14 +136,14 @@ def _conv_kernel(
     G: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """ROWS rows of z, of G groups of Q columns and BC channels. added: what else is in z, as large; may be None."""
+    """Computes ROWS rows of z, for G groups of Q columns and BC channels. added: None, or a tensor to add to z."""
     P: tl.constexpr = K // 2
     J: tl.constexpr = Q + K - 1
     blocks: tl.constexpr = (C + BC - 1) // BC
     group = tl.program_id(0) // blocks * G + tl.arange(0, G)[:, None]
     c = tl.program_id(0) % blocks * BC + tl.arange(0, BC)[None, :]
     at, inside = columns_of(group, GROUPS, ACROSS, H, W, c, C, K, Q)
-    # Each thread's own channels, as x is dealt out: nothing has to be moved between threads.
+    # Each thread loads the taps of its own channels, in the layout of x, so that no data moves between threads.
     tap = taps + c + group * 0
     held = ()
     if HELD:
@@ -154,7 +154,7 @@ def _conv_kernel(
     start = tl.program_id(1) * ROWS
     end = tl.minimum(start + ROWS, H)
     first, last = tl.maximum(start - P, 0), tl.minimum(end + P, H)
-    sums = copies(bias, K * Q)  # rows r - P .. r + P of z, column by column
+    sums = copies(bias, K * Q)  # rows r - P .. r + P of z, one column after the other
     line = ()
     for j in tl.static_range(J):
         line = line + (tl.load(x + at + first * (W * C) + (j - P) * C, mask=inside[j], other=0.0),)
@@ -185,7 +185,7 @@ def _conv_kernel(
         store_row(z + at + done * (W * C), grown, beside, inside, done >= start, C, P, Q)
         sums = grown[Q:] + copies(bias, Q)
         line = ahead
-    for a in tl.static_range(P):  # rows that end with the image
+    for a in tl.static_range(P):  # the last rows, which end with the image
         done = last - P + a
         there = (done >= start) & (done < end)
         beside = row_beside(added, at, done * (W * C), inside, there, C, P, Q)
@@ -208,7 +208,7 @@ def _weight_kernel(
     G: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Sums of x * dz for every tap, and of dz, over every PROGRAMS-th tile of G groups of columns: a row of `part`."""
+    """Writes a row of `part`: sums of x * dz per tap, and of dz, over every PROGRAMS-th tile of G column groups."""
     P: tl.constexpr = K // 2
     J: tl.constexpr = Q + K - 1
     blocks: tl.constexpr = (C + BC - 1) // BC
@@ -219,7 +219,7 @@ def _weight_kernel(
     sums, total = copies(zero, K * K), zero
     for tile in range(p * G, GROUPS, PROGRAMS * G):
         at, inside = columns_of(tile + tl.arange(0, G)[:, None], GROUPS, ACROSS, H, W, c, C, K, Q)
-        ring = copies(zero, P * Q)  # rows r - P .. r + P - 1 of dz, column by column
+        ring = copies(zero, P * Q)  # rows r - P .. r + P - 1 of dz, one column after the other
         for o in tl.static_range(P):
             for q in tl.static_range(Q):
                 g = tl.load(dz + at + o * (W * C) + q * C, mask=inside[q + P] & (o < H), other=0.0).to(tl.float32)
@@ -265,7 +265,7 @@ def _weight_kernel(
 def _finish_kernel(
     part, dw, dbias, PROGRAMS, SC, SH, SW, C: tl.constexpr, K: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
 ):
-    """Adds up the rows of `part`, for one tap or the bias."""
+    """Adds up the rows of `part` for one tap or the bias."""
     t = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     total = tl.zeros([BP, BC], tl.float32)
@@ -283,13 +283,13 @@ def _finish_kernel(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Deal:
-    """How an image tensor is dealt to programs, by a setting."""
+    """How a setting divides an image tensor among programs."""
 
-    channels: int  # of a block
+    channels: int  # per block
     blocks: int
-    groups: int  # of columns, of all images together
-    across: int  # groups side by side in an image
-    together: int  # groups of a program
+    groups: int  # of columns, in all images
+    across: int  # column groups side by side in an image
+    together: int  # column groups per program
 
     @classmethod
     def of(cls, x: Tensor, setting: Setting) -> _Deal:
@@ -306,7 +306,7 @@ class _Deal:
 
     @property
     def tiles(self) -> int:
-        """Of a block of channels."""
+        """The number of tiles of a block of channels."""
         return -(-self.groups // self.together)
 
 
@@ -319,7 +319,10 @@ def convolve(
     flip: bool = False,
     added: Tensor | None = None,
 ) -> Tensor:
-    """z of a channels-last x. flip: the taps in reverse order, which makes dx of dz. added: to z, laid out as x."""
+    """Computes z of a channels-last x.
+
+    flip: reverses the order of the taps, which computes dx from dz. added: is added to z, and has the layout of x.
+    """
     _, c, h, w = x.shape
     side = weight.shape[-1]
     deal = _Deal.of(x, setting)
@@ -329,7 +332,7 @@ def convolve(
     )
     z = torch.empty(x.shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     programs = deal.tiles * deal.blocks
-    # An image is cut across where there would be too little to do at once; each strip reads rows of its neighbours.
+    # With too little parallel work, an image is divided into strips. Each strip also reads rows of its neighbours.
     wanted = WARPS_PER_PROCESSOR * processors() // (programs * setting.warps)
     strips = max(1, min(wanted, h // (2 * side)))
     rows = triton.cdiv(h, strips)
@@ -355,12 +358,12 @@ def convolve(
 
 
 def weight_gradient(dz: Tensor, x: Tensor, weight: Tensor, setting: Setting = GRADIENT) -> tuple[Tensor, Tensor]:
-    """dw, laid out as the weight, and the bias's gradient in fp32, of channels-last dz and x."""
+    """Computes dw in the weight's layout, and the bias's gradient in fp32, from channels-last dz and x."""
     _, c, h, w = x.shape
     side = weight.shape[-1]
     deal = _Deal.of(x, setting)
     at_once = WARPS_PER_PROCESSOR // setting.warps * processors()
-    # Each program ends with as much work as a dozen rows: so it begins with several times that, or a whole image.
+    # The end of each program costs as much as a dozen rows, so a program gets several times that, or a whole image.
     rounds = max(1, deal.tiles * deal.blocks * h // (8 * side * at_once))
     programs = max(1, min(deal.tiles, rounds * at_once // deal.blocks))
     part = torch.empty((programs, side * side + 1, c), dtype=torch.float32, device=x.device)

@@ -24,8 +24,8 @@ from hyperbatch.kernels.compile import kernel
 from hyperbatch.kernels.norm.tiles import Tiling, own_rows, own_tile, processors
 
 SIZES = ("M", "ROWS", "PARTIALS")  # arguments whose values need no new compilation
-ALIGNED = 8  # columns: a thread reads as many at once
-SUM_COLUMNS, SUM_ROWS = 32, 256  # of a program that adds up partials: as many loads at once
+ALIGNED = 8  # columns: a thread reads this many at once
+SUM_COLUMNS, SUM_ROWS = 32, 256  # tile of a program that adds up partials; its loads run at the same time
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -33,17 +33,17 @@ SUM_COLUMNS, SUM_ROWS = 32, 256  # of a program that adds up partials: as many l
 
 @triton.jit
 def inverse(v):
-    """1 / v for v >= 1: two instructions, where a division takes ten. Infinity gives 0."""
+    """1 / v for v >= 1, in two instructions, where a division takes ten. Infinity gives 0."""
     root = tl.rsqrt(v)
     return root * root
 
 
 @triton.jit
 def below(u):
-    """(the part of a normal distribution below u, exp(-u^2 / 2)).
+    """Returns (the normal distribution function at u, exp(-u^2 / 2)).
 
-    The part beyond |u| is the exponential times a polynomial in 1 / (1 + 0.44 |u|) without a constant term, as in
-    Abramowitz and Stegun, 7.1.26; fitted for the least relative error.
+    The tail beyond |u| is the exponential times a polynomial in 1 / (1 + 0.44 |u|) without a constant term, as in
+    Abramowitz and Stegun, 7.1.26; the coefficients are fitted for the least relative error.
     """
     bell = tl.exp2(u * u * -0.7213475204444817)  # log2(e) / 2
     t = inverse(1.0 + 0.4421652850834526 * tl.abs(u))
@@ -58,7 +58,7 @@ def below(u):
 
 @triton.jit
 def logistic(u):
-    """(the logistic function that the tanh form multiplies u with, the derivative of its argument)."""
+    """Returns (the logistic function by which the tanh form multiplies u, the derivative of its argument)."""
     # 2 sqrt(2 / pi) (u + 0.044715 u^3)
     argument = u * (1.5957691216057308 + 0.07135481282151125 * u * u)
     return inverse(1.0 + tl.exp2(argument * -1.4426950408889634)), 1.5957691216057308 + 0.21406443846453376 * u * u
@@ -105,7 +105,7 @@ def _gelu_gradient_kernel(
     STAGES: tl.constexpr,
 ):
     _, c, p, base, rows = own_rows(M, C, ROWS, BC)
-    # A tile of sums, folded once at the end: a fold in every iteration would cost more than the loads.
+    # This tile of sums is reduced once at the end. A reduction in every iteration would cost more than the loads.
     total = tl.zeros([BM, BC], tl.float32)
     for i in tl.range(0, rows, BM, num_stages=STAGES):
         r = i + tl.arange(0, BM)
@@ -135,28 +135,28 @@ def _sum_kernel(part, out, rest, PARTIALS, C, SPLIT, BM: tl.constexpr, BC: tl.co
 
 
 def takes(h: Tensor) -> bool:
-    """Whether these kernels are made for a tensor: 16 bits, and rows of whole vectors."""
+    """Whether these kernels support a tensor: 16 bits, and rows of whole vectors."""
     return h.dtype in (torch.float16, torch.bfloat16) and h.shape[-1] % ALIGNED == 0 and h.numel() > 0
 
 
 def forward(h: Tensor, tanh: bool) -> Tensor:
-    """gelu(h), of a contiguous tensor."""
+    """Computes gelu(h) of a contiguous tensor."""
     c = h.shape[-1]
     m = h.numel() // c
     y = torch.empty_like(h)
-    tiling = Tiling.of(m, c, elements=4096, warps=4, widest=512, programs=1 << 40)  # one tile a program
+    tiling = Tiling.of(m, c, elements=4096, warps=4, widest=512, programs=1 << 40)  # one tile per program
     with torch.cuda.device_of(h):
         _gelu_kernel[(tiling.blocks * tiling.programs,)](h, y, m, c, TANH=tanh, **tiling.options)
     return y
 
 
 def backward(dy: Tensor, h: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
-    """(dh, its sums over all dimensions but the last, in fp32), of contiguous tensors."""
+    """Returns (dh, its sums in fp32 over all dimensions but the last) of contiguous tensors."""
     c = h.shape[-1]
     m = h.numel() // c
     dh, total = torch.empty_like(h), torch.empty(c, dtype=torch.float32, device=h.device)
-    # Blocks of few columns leave few partials. Tiles of this size leave registers for six programs on a processor, all
-    # of which run at once.
+    # Blocks of few columns leave few partials. With tiles of this size, registers suffice for six programs per
+    # multiprocessor, which all run at once.
     tiling = Tiling.of(m, c, elements=2048, warps=4, widest=128, programs=6 * processors(), stages=3)
     part = torch.empty(tiling.programs, c, dtype=torch.float32, device=h.device)
     with torch.cuda.device_of(h):
@@ -168,8 +168,7 @@ def backward(dy: Tensor, h: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
 
 
 def add_up(part: Tensor, out: Tensor, rest: Tensor | None = None) -> None:
-    """The sums of partials' columns, in whatever shape and precision `out` has them; those that it has no room for go
-    to `rest`."""
+    """Adds up the columns of partials, in the shape and precision of `out`. Columns beyond its size go to `rest`."""
     programs, c = part.shape
     split = out.numel()
     rest = out if rest is None else rest

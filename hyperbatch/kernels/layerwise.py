@@ -1,12 +1,12 @@
 """LARS and LAMB over any number of layers in two launches (Triton). References: `lars_update` and `lamb_update`.
 
-    launch 1  every chunk of every gradient:  sum of squares -> one partial; inf or nan -> mark the step as bad
-              LAMB: the direction u that this chunk would take, too: its sum of squares -> another partial
-    launch 2  every chunk, in reverse:        |w|, |g|, |u| from the layer's partials -> trust -> state, weight (and its
-              16-bit copy) together; the new weight's sum of squares -> the partial that the next step reads
+    launch 1  every chunk of every gradient:  sum of squares -> one partial; inf or nan -> marks the step as bad
+              LAMB: also the direction u of this chunk: its sum of squares -> another partial
+    launch 2  every chunk, in reverse:        |w|, |g|, |u| from the layer's partials -> trust -> state, weight and its
+              16-bit copy; the new weight's sum of squares -> the partial that the next step reads
 
-    layer    [ chunk | chunk | chunk | tail ]      at most MAX_PARTIALS chunks a layer: a bounded sum of partials
-    partials [   x   |   x   |   x   |  x   ]      each written by one program, summed in one order: same bits always
+    layer    [ chunk | chunk | chunk | tail ]      at most MAX_PARTIALS chunks per layer, so the sum is bounded
+    partials [   x   |   x   |   x   |  x   ]      each written by one program, summed in a fixed order: same bits
 
 In a captured step |w| needs no extra pass, because the launch that wrote w also measured it. Before other steps a third
 launch reads the weights, since other code may have written them: it measures |w| again, and copies a 16-bit weight that
@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from hyperbatch.kernels.compile import kernel
 
-MAX_PARTIALS = 1024  # of one layer
+MAX_PARTIALS = 1024  # per layer
 LARS_CODES = {"lr_inside": 0, "rescaled": 1, "lr_outside": 2, "unscaled": 3}  # by momentum_rule
 LAMB_CODE = 4
 LAMB = tl.constexpr(LAMB_CODE)
@@ -49,10 +49,10 @@ NEXT_CARRIED = tl.constexpr(15)
 
 @triton.jit
 def _pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """Alignment is what lets the compiler load 4 elements at once: 16 bytes of fp32, 8 of a 16-bit dtype.
+    """An aligned pointer lets the compiler load 4 elements at once: 16 bytes of fp32, or 8 of a 16-bit dtype.
 
-    8 elements of a 16-bit dtype would fit in one load too, but then its neighbours in fp32 would be dealt to other
-    threads, and the two would have to be shuffled through shared memory.
+    One load could also take 8 elements of a 16-bit dtype. But then the same elements in fp32 would belong to other
+    threads, and would have to be exchanged through shared memory.
     """
     pointer = address.to(tl.pointer_type(dtype))
     if ALIGNED:
@@ -62,7 +62,7 @@ def _pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _load(pointer, offsets, n, MASKED: tl.constexpr):
-    """In fp32. Whole blocks go unmasked: a mask would make the loads narrow."""
+    """Loads in fp32. Whole blocks are not masked, because a mask would make the loads narrow."""
     if MASKED:
         values = tl.load(pointer + offsets, mask=offsets < n, other=0.0)
     else:
@@ -95,7 +95,7 @@ def _squares(pointer, n, scale, BLOCK: tl.constexpr):
 
 @triton.jit
 def _lamb_factors(group, carried, numbers, rates, gradient):
-    """What a layer's elements are multiplied by: gradient, both betas with what they leave, corrections, eps, decay."""
+    """Returns the factors of a layer's elements: gradient, both betas with 1 - beta, corrections, eps, decay."""
     own = numbers + group * COLUMNS + 2
     steps = (tl.load(carried) + 1.0).to(tl.float64)
     correction1 = (1.0 / (1.0 - tl.exp(steps * tl.load(own + 4)))).to(tl.float32)
@@ -107,7 +107,7 @@ def _lamb_factors(group, carried, numbers, rates, gradient):
 
 @triton.jit
 def _lamb_direction(w, g, m, v, factors):
-    """`hyperbatch.optim.lamb.lamb_update` up to the trust ratio: (direction, exp_avg, exp_avg_sq)."""
+    """Computes `hyperbatch.optim.lamb.lamb_update` up to the trust ratio. Returns (direction, exp_avg, exp_avg_sq)."""
     gradient, betas, correction1, correction2, eps, decay = factors
     beta1, beta2, rest1, rest2 = betas
     g = g * gradient
@@ -118,7 +118,7 @@ def _lamb_direction(w, g, m, v, factors):
 
 @triton.jit
 def _direction_squares(row, gradient, n, factors, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of squares of LAMB's direction over a chunk."""
+    """Returns the sum of squares of LAMB's direction over a chunk."""
     pointers = _state_pointers(row, LAMB, ALIGNED)
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -130,13 +130,13 @@ def _direction_squares(row, gradient, n, factors, ALIGNED: tl.constexpr, BLOCK: 
     if whole < n:
         w, m, v, g = _load_block(pointers, gradient, whole + lanes, n, LAMB, True)
         u, m, v = _lamb_direction(w, g, m, v, factors)
-        total += tl.where(whole + lanes < n, u * u, 0.0)  # with eps = 0 it is 0 / 0 beyond the end
+        total += tl.where(whole + lanes < n, u * u, 0.0)  # with eps = 0, elements beyond the end are 0 / 0
     return tl.sum(total)
 
 
 @triton.jit
 def _state_pointers(row, RULE: tl.constexpr, ALIGNED: tl.constexpr):
-    """(weight, first state, second state) of a chunk; the second is the first where the rule has one only."""
+    """Returns (weight, first state, second state) of a chunk. The second is the first if the rule has only one."""
     weight = _pointer(tl.load(row), tl.float32, ALIGNED)
     first = _pointer(tl.load(row + 1), tl.float32, ALIGNED)
     second = first
@@ -147,7 +147,7 @@ def _state_pointers(row, RULE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _load_block(pointers, gradient, offsets, n, RULE: tl.constexpr, MASKED: tl.constexpr):
-    """(weight, first state, second state, gradient) in fp32; the second state is loaded where there is one."""
+    """Loads (weight, first state, second state, gradient) in fp32; the second state only if the rule has one."""
     weight, first, second = pointers
     w = _load(weight, offsets, n, MASKED)
     m = _load(first, offsets, n, MASKED)
@@ -171,20 +171,20 @@ def norms_kernel(
     grads,
     grad_partials,
     direction_partials,
-    weight_partials,  # what launch 2 of this step reads
-    new_weight_partials,  # what launch 2 of the last step wrote
+    weight_partials,  # launch 2 of this step reads these
+    new_weight_partials,  # launch 2 of the last step wrote these
     clock,
     numbers,
     rates,
     grad_scale,
     GROUPS: tl.constexpr,
-    SCALED: tl.constexpr,  # grad_scale is there
-    DIRECTION: tl.constexpr,  # LAMB
+    SCALED: tl.constexpr,  # whether there is a grad_scale
+    DIRECTION: tl.constexpr,  # for LAMB
     HALF: tl.constexpr,  # the 16-bit dtype
-    HAS_HALF: tl.constexpr,  # some layers have it
+    HAS_HALF: tl.constexpr,  # whether some layers have it
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,  # launch 2 may start while this one runs, and waits where it needs its results
+    OVERLAP: tl.constexpr,  # launch 2 may start while this one runs, and waits before it needs its results
 ):
     if OVERLAP:
         gdc_launch_dependents()
@@ -215,7 +215,7 @@ def norms_kernel(
         n = 0  # this chunk's direction is not used
     if DIRECTION:
         group = tl.load(row + 8)
-        # Another program writes the present number meanwhile; the next one is still the same.
+        # Meanwhile another program writes the present number, but the next number still has the same value.
         factors = _lamb_factors(group, numbers + group * COLUMNS + NEXT_CARRIED, numbers, rates, scale)
         if HAS_HALF and half_copy != 0:
             half = _pointer(address + start * 2, HALF, ALIGNED)
@@ -228,7 +228,7 @@ def norms_kernel(
 
 @triton.jit
 def _adopted_squares(weight, copy, offsets, n, MASKED: tl.constexpr):
-    """A master takes the value of a 16-bit weight that is not the master rounded. Returns the master's squares."""
+    """Copies 16-bit weights that differ from their rounded masters into the masters. Returns the masters' squares."""
     w = _load(weight, offsets, n, MASKED)
     c = _load(copy, offsets, n, MASKED)
     foreign = w.to(copy.dtype.element_ty).to(tl.float32) != c
@@ -248,9 +248,10 @@ def weight_norms_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Runs before every step that is not captured, since other code may have written weights; otherwise on request.
+    """Measures the weights' norms and adopts 16-bit weights that other code wrote.
 
-    Reference: `hyperbatch.optim.tensors.adopt_writes`.
+    It runs before every step that is not captured, and otherwise on request. Reference:
+    `hyperbatch.optim.tensors.adopt_writes`.
     """
     c = tl.program_id(0)
     n = tl.load(chunks + c * CHUNK_COLUMNS + 3).to(tl.int32)
@@ -297,9 +298,9 @@ def _lamb_trust(weight_norm, direction_norm, adapt, CLIP: tl.constexpr):
 
 @triton.jit
 def _factors(first, count, layer, group, is_first, norms, settings, stats, FLAGS: tl.constexpr, PARTIALS: tl.constexpr):
-    """What a layer's elements are multiplied by.
+    """Returns the factors of a layer's elements.
 
-    LARS: gradient, decay, shrink, buffer, inside, outside, momentum. LAMB: rate, and those of its direction.
+    LARS: gradient, decay, shrink, buffer, inside, outside, momentum. LAMB: the rate, and the factors of its direction.
     """
     grad_partials, direction_partials, weight_partials = norms
     numbers, rates, grad_scale = settings
@@ -349,11 +350,11 @@ def _factors(first, count, layer, group, is_first, norms, settings, stats, FLAGS
         if MAXIMIZE:
             gradient = -gradient
         factors = (gradient, decay, shrink, buffer_scale, inside, outside, momentum)
-    if is_first:  # once a layer
+    if is_first:  # once per layer
         tl.store(stats + layer * 3, weight_norm)
         tl.store(stats + layer * 3 + 1, grad_norm)
         tl.store(stats + layer * 3 + 2, trust)
-        tl.store(numbers + group * COLUMNS + NEXT_CARRIED, next_carried)  # the same from every layer of the group
+        tl.store(numbers + group * COLUMNS + NEXT_CARRIED, next_carried)  # equal for all layers of the group
     return factors
 
 
@@ -427,9 +428,9 @@ def _update_chunk(
         copy = _pointer(copy_address, HALF, ALIGNED)
     else:
         gradient = _pointer(address + start * 4, tl.float32, ALIGNED)
-        copy = pointers[0]  # there is none
+        copy = pointers[0]  # there is no copy
 
-    # The first block is under way before launch 1 has ended and the norms have been added up.
+    # The first block is loaded before launch 1 has ended and the norms have been added up.
     lanes = tl.arange(0, BLOCK)
     w = tl.zeros([BLOCK], tl.float32)
     g = w
@@ -448,7 +449,7 @@ def _update_chunk(
         tl.store(clock + 1, step + 1)
         tl.store(outcome, bad.to(tl.float32))
         tl.store(outcome + 1, tl.load(outcome + 1) + bad.to(tl.float32))
-    if (n > 0) & (not bad):  # n is 0 where there is no gradient
+    if (n > 0) & (not bad):  # n is 0 if there is no gradient
         factors = _factors(first, count, layer, group, c == first, norms, settings, stats, FLAGS, PARTIALS)
         total = tl.zeros([BLOCK], tl.float32)
         if n >= BLOCK:
@@ -465,7 +466,7 @@ def _update_chunk(
 
 @kernel
 def update_kernel(
-    first_chunk,  # of this launch; groups with other flags have their own
+    first_chunk,  # of this launch; groups with other flags have their own launch
     chunks,
     grads,
     grad_partials,
@@ -479,11 +480,11 @@ def update_kernel(
     found_inf,
     outcome,
     stats,
-    FLAGS: tl.constexpr,  # grad_scale is there, found_inf is there, rule, nesterov, trust clip, decoupled, maximize
+    FLAGS: tl.constexpr,  # has grad_scale, has found_inf, rule, nesterov, trust clip, decoupled, maximize
     HALF: tl.constexpr,
     HAS_HALF: tl.constexpr,
     ALIGNED: tl.constexpr,
-    PARTIALS: tl.constexpr,  # a power of two, at least the most partials of one layer
+    PARTIALS: tl.constexpr,  # a power of two, at least the largest number of partials of a layer
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -499,7 +500,7 @@ def update_kernel(
     settings = (numbers, rates, grad_scale)
     signals = (clock, found_inf, outcome, stats, new_weight_partials)
     tables = (norms, settings, signals)
-    # One branch for the whole chunk: within its loop it would cost 5 %.
+    # One branch for the whole chunk, because inside the loop it would cost 5 %.
     if HAS_HALF and copy != 0:
         _update_chunk(c, row, n, layer, address, copy, tables, FLAGS, HALF, True, ALIGNED, PARTIALS, BLOCK, OVERLAP)
     else:

@@ -2,13 +2,14 @@
 pass (Triton). References: F.cross_entropy, and `mixed_cross_entropy` and `binary_cross_entropy` of
 `hyperbatch.models.loss` on a CPU.
 
-    one program a row:  z = logits - max
+    program per row:    z = logits - max
                         loss = log(sum(e^z)) - (1 - s) * z[label] - s * mean(z);  gradient = p - q
-                        mixed: w * z[label] + (1 - w) * z[second label] in the place of z[label]
+                        mixed: w * z[label] + (1 - w) * z[second label] instead of z[label]
     binary:             loss = mean over classes of log(1 + e^v) - q v;  gradient = (sigmoid(v) - q) / classes
-    then:               torch sums the rows' losses; backward is the kept gradient times what comes in
+    then:               torch sums the rows' losses; backward multiplies the kept gradient by the incoming one
 
-The gradient is kept in fp32 and rounded once multiplied: a loss scale is there to lift what 16 bits would lose.
+The gradient is kept in fp32 and rounded after it is multiplied, because a loss scale preserves digits that 16 bits
+would lose.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
@@ -30,7 +31,7 @@ MAX_CLASSES = 32768  # a row is held in the registers of one program
 
 @triton.jit
 def _targets(labels, row, k, CLASSES, MIXED: tl.constexpr):
-    """Each class's part in a row's label, and whether all of its labels name a class."""
+    """Returns each class's share of a row's label, and whether all labels of the row are valid classes."""
     if MIXED:
         label, second = tl.load(labels + row * 3).to(tl.int64), tl.load(labels + row * 3 + 1).to(tl.int64)
         share = tl.load(labels + row * 3 + 2)
@@ -65,11 +66,11 @@ def _loss_kernel(
     hot, known = _targets(labels, row, k, CLASSES, MIXED)
     z = v - tl.max(v, 0)
     e = tl.exp(z)
-    # A label that names no class is never an address, and makes nan of loss and gradient: seen, not trained on.
+    # An invalid label is never used as an address. It makes loss and gradient nan, so that it is noticed.
     total = tl.where(known, tl.sum(e, 0), float("nan"))
-    # Where a class has no part in the label, a logit of -inf costs nothing, and 0 * -inf would be nan.
+    # If a class has no share of the label, its logit may be -inf without a loss: 0 * -inf would be nan.
     loss = tl.log(total) - (1.0 - smoothing) * tl.sum(hot * tl.where(hot > 0, z, 0.0), 0)
-    if SMOOTHED:  # without it a logit of -inf costs nothing, and 0 * -inf would be nan
+    if SMOOTHED:  # without smoothing a logit may be -inf without a loss: 0 * -inf would be nan
         loss -= smoothing / CLASSES * tl.sum(tl.where(inside, z, 0.0), 0)
     tl.store(losses + row, loss / ROWS)
     if WITH_GRADIENT:
@@ -101,10 +102,10 @@ def _binary_loss_kernel(
     if HARD:
         hot = tl.where(hot > threshold, 1.0, 0.0)
     q = hot * (1.0 - smoothing) + smoothing / CLASSES
-    # log(1 + e^v) without overflow; where a class has no part in the label, 0 * -inf would be nan.
+    # log(1 + e^v) without overflow. If a class has no share of the label, 0 * -inf would be nan.
     small = tl.exp(-tl.abs(v))
     each = tl.maximum(v, 0.0) + tl.log(1.0 + small) - q * tl.where(q > 0, v, 0.0)
-    # A label that names no class is never an address, and makes nan of loss and gradient: seen, not trained on.
+    # An invalid label is never used as an address. It makes loss and gradient nan, so that it is noticed.
     share = tl.where(known, 1.0 / CLASSES / ROWS, float("nan"))
     tl.store(losses + row, tl.sum(tl.where(inside, each, 0.0), 0) * share)
     if WITH_GRADIENT:
@@ -131,7 +132,7 @@ class SmoothedCrossEntropy(torch.autograd.Function):
 class BinaryCrossEntropy(torch.autograd.Function):
     """(logits, labels, smoothing, threshold) -> mean loss over rows and classes in fp32; labels as above.
 
-    threshold: a class whose part in the label is above it is there, whatever its part; 0: its part is its probability.
+    threshold: classes with a larger share of the label than this are targets of 1; 0: the share is the target.
     """
 
     @staticmethod
@@ -148,7 +149,7 @@ class BinaryCrossEntropy(torch.autograd.Function):
 def _mean_loss(
     ctx: Any, loss_kernel: Any, logits: Tensor, labels: Tensor, *numbers: float, **constants: bool
 ) -> Tensor:
-    """Launches a kernel of the above over the rows, and keeps the gradient of the logits."""
+    """Launches one of the kernels above for all rows, and saves the gradient of the logits."""
     rows, classes = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -179,5 +180,5 @@ def _mean_loss(
 
 def _gradient(ctx: Any, incoming: Tensor) -> Tensor:
     (grad,) = ctx.saved_tensors
-    # One kernel: multiplied in fp32, rounded as it is stored.
+    # One kernel, which multiplies in fp32 and rounds when it stores.
     return torch.mul(grad, incoming, out=torch.empty_like(grad, dtype=ctx.dtype))

@@ -14,7 +14,7 @@ import functools
 
 import torch
 
-MAX_BYTES = 4096  # larger ones are left to the memory's own engines
+MAX_BYTES = 4096  # larger memsets are left to the copy engines
 _MEMSET = 2  # CU_GRAPH_NODE_TYPE_MEMSET
 
 
@@ -23,8 +23,8 @@ class _Memset(ctypes.Structure):  # CUDA_MEMSET_NODE_PARAMS
         ("to", ctypes.c_uint64),
         ("pitch", ctypes.c_size_t),
         ("value", ctypes.c_uint),
-        ("size", ctypes.c_uint),  # of an element
-        ("width", ctypes.c_size_t),  # elements
+        ("size", ctypes.c_uint),  # bytes of an element
+        ("width", ctypes.c_size_t),  # number of elements
         ("height", ctypes.c_size_t),
     )
 
@@ -60,7 +60,7 @@ def replace_memsets(graph: torch.cuda.CUDAGraph) -> int:
         OSError,
         AttributeError,
         RuntimeError,
-    ):  # no Triton; no driver, no such function, an error of it
+    ):  # no Triton, no driver, no such function, or an error of the driver
         pass
     return replaced
 
@@ -73,13 +73,13 @@ def _replace(graph: ctypes.c_void_p, node: ctypes.c_void_p, memset: _Memset) -> 
             count = ctypes.c_size_t(len(after))
             _call("cuGraphAddDependencies", graph, _array([fill] * len(after)), _array(after), count)
     except RuntimeError:
-        _call("cuGraphDestroyNode", fill)  # nobody would wait for it
+        _call("cuGraphDestroyNode", fill)  # otherwise nothing would wait for it
         raise
     _call("cuGraphDestroyNode", node)
 
 
 def _small_memset(node: ctypes.c_void_p) -> _Memset | None:
-    """What it sets, if it is a memset of a few whole words."""
+    """Returns the parameters of a node if it is a memset of a few whole words, else None."""
     kind, memset = ctypes.c_int(), _Memset()
     _call("cuGraphNodeGetType", node, ctypes.byref(kind))
     if kind.value != _MEMSET:
@@ -93,10 +93,10 @@ def _small_memset(node: ctypes.c_void_p) -> _Memset | None:
 
 def _add_fill(graph: ctypes.c_void_p, before: list[ctypes.c_void_p], memset: _Memset) -> ctypes.c_void_p:
     element = memset.value & ((1 << 8 * memset.size) - 1)
-    word = sum(element << 8 * at for at in range(0, 4, memset.size))  # an element as often as it fits a word
+    word = sum(element << 8 * at for at in range(0, 4, memset.size))  # repeats the element to fill a word
     function, threads = _fill_function(torch.cuda.current_device())
     values = ctypes.c_uint64(memset.to), ctypes.c_uint32(word), ctypes.c_uint32(memset.size * memset.width // 4)
-    values += ctypes.c_uint64(0), ctypes.c_uint64(0)  # Triton's scratch memory: none
+    values += ctypes.c_uint64(0), ctypes.c_uint64(0)  # scratch memory of Triton, which the kernel does not use
     addresses = (ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values)
     kernel = _Kernel(function=function, grid=(1, 1, 1), block=(threads, 1, 1))
     kernel.arguments = (ctypes.c_void_p * len(values))(*addresses)
@@ -108,7 +108,7 @@ def _add_fill(graph: ctypes.c_void_p, before: list[ctypes.c_void_p], memset: _Me
 
 @functools.cache
 def _fill_function(device: int) -> tuple[int, int]:
-    """The kernel and its number of threads. Loaded once for each device, and never unloaded: graphs hold it."""
+    """Returns the kernel and its number of threads. Loaded once per device and never unloaded: graphs use it."""
     from hyperbatch.kernels.fill import THREADS, compile_fill
 
     compiled, module, function = compile_fill(), ctypes.c_void_p(), ctypes.c_void_p()
@@ -120,7 +120,7 @@ def _fill_function(device: int) -> tuple[int, int]:
 
 
 def _nodes(name: str, of: ctypes.c_void_p) -> list[ctypes.c_void_p]:
-    """Asked twice, as the driver wants it: how many, then which."""
+    """Calls the driver twice, as its interface requires: first for the number of nodes, then for the nodes."""
     count = ctypes.c_size_t(0)
     _call(name, of, None, ctypes.byref(count))
     nodes = (ctypes.c_void_p * count.value)()

@@ -1,7 +1,7 @@
 """Mixup and CutMix of a batch in one pass (Triton). Reference: `hyperbatch.data.mix.mix_reference`.
 
-One program: BLOCK elements of one image, channels last. It reads them and its partner's, and writes the mixed ones: 6
-bytes for each element in 16 bits.
+Each program computes BLOCK elements of one image, channels last: it reads them and those of the partner, and writes the
+mixed ones. This is 6 bytes for each element in 16 bits.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
@@ -29,7 +29,7 @@ def mix_kernel(
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One axis: a grid's others end at 65,535.
+    # One axis of the grid, because the other axes are limited to 65,535.
     elements: tl.constexpr = HEIGHT * WIDTH * C
     parts: tl.constexpr = (elements + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // parts).to(tl.int64)
@@ -46,7 +46,7 @@ def mix_kernel(
 
 
 def mix(images: Tensor, partners: Tensor, boxes: Tensor, weights: Tensor) -> Tensor:
-    """images [n, h, w, c], contiguous; partners int64[n], boxes int64[n, 4], weights fp32[n]: of `data.mix.Mix`."""
+    """images: [n, h, w, c], contiguous. partners int64[n], boxes int64[n, 4], weights fp32[n]: as in `data.mix.Mix`."""
     n, height, width, channels = images.shape
     out = torch.empty_like(images)
     grid = (triton.cdiv(height * width * channels, _BLOCK) * n,)

@@ -1,12 +1,12 @@
 """Muon over all parameters of a model in three launches (Triton). Reference: `muon_update`.
 
-    launch 1  every chunk of every gradient: sum of squares, inf or nan; of a matrix also the direction u that momentum
-              and gradient give, in 16 bit into a buffer of its own, and its sum of squares. No state is written yet.
+    launch 1  every chunk of every gradient: sum of squares, inf or nan; for a matrix also the direction u from momentum
+              and gradient, in 16 bit in a separate buffer, and its sum of squares. No state is written yet.
     launch 2  all products of all iterations (see `hyperbatch.kernels.orthogonal`)
-    launch 3  every chunk, in reverse: |w|, |g| -> momentum, weight and its 16-bit copy together; |w| for the next step
+    launch 3  every chunk, in reverse: |w|, |g| -> momentum, weight and its 16-bit copy; |w| for the next step
 
 Chunks, partials and the mark of a bad step are those of `hyperbatch.kernels.layerwise`. Launch 3 computes momentum
-again, because a step with an inf must not have written it, and storing it in launch 1 would move as many bytes.
+again, because launch 1 must not write it in a step with an inf, and storing it elsewhere would move as many bytes.
 Matrices are read in their memory layout: the weight of a channels-last convolution is out x (kh kw in). That is the
 reference's out x (in kh kw) with its columns permuted, and its polar factor is permuted in the same way.
 """
@@ -32,27 +32,27 @@ from hyperbatch.kernels.layerwise import (
 )
 from hyperbatch.kernels.orthogonal import MATRIX_COLUMNS
 
-# Tables beside those of `layerwise` and `orthogonal`:
-#   places    int64 [layers]: the layer's row of `matrices`; -1: it is no matrix
+# Tables in addition to those of `layerwise` and `orthogonal`:
+#   places    int64 [layers]: the layer's row of `matrices`; -1 if it is not a matrix
 # `numbers` of a group: lr, weight decay, momentum, nesterov, decoupled, sign of the gradient, normalize_weights
 
 
 @triton.jit
 def _momentum(m, g, momentum, nesterov):
-    """(the new buffer, the direction)"""
+    """Returns (the new buffer, the direction)."""
     m = momentum * m + g
     return m, tl.where(nesterov != 0.0, g + momentum * m, m)
 
 
 @triton.jit
 def _place(offsets, columns, stride):
-    """Where an element of a matrix lies in its padded form."""
+    """Returns the offsets of a matrix's elements in its padded form."""
     return offsets // columns * stride + offsets % columns
 
 
 @triton.jit
 def _direction_block(state, gradient, x, place, offsets, n, factors, MASKED: tl.constexpr):
-    """Stores the direction; returns its squares and the gradient's."""
+    """Stores the direction. Returns its squares and those of the gradient."""
     scale, momentum, nesterov = factors
     g = _load(gradient, offsets, n, MASKED) * scale
     _, u = _momentum(_load(state, offsets, n, MASKED), g, momentum, nesterov)
@@ -65,7 +65,7 @@ def _direction_block(state, gradient, x, place, offsets, n, factors, MASKED: tl.
 
 @triton.jit
 def _direction_chunk(state, gradient, n, start, x, columns, stride, factors, BLOCK: tl.constexpr):
-    """Sums of squares of the direction and of the gradient. A dense matrix is stored with wide accesses."""
+    """Returns the sums of squares of the direction and of the gradient. A dense matrix is stored with wide accesses."""
     lanes = tl.arange(0, BLOCK)
     of_direction = tl.zeros([BLOCK], tl.float32)
     of_gradient = tl.zeros([BLOCK], tl.float32)
@@ -95,8 +95,8 @@ def direction_kernel(
     grads,
     grad_partials,
     direction_partials,
-    weight_partials,  # what launch 3 of this step reads
-    new_weight_partials,  # what launch 3 of the last step wrote
+    weight_partials,  # launch 3 of this step reads these
+    new_weight_partials,  # launch 3 of the last step wrote these
     clock,
     numbers,
     rates,
@@ -105,10 +105,10 @@ def direction_kernel(
     matrices,
     counters,
     COUNTERS: tl.constexpr,
-    DTYPE: tl.constexpr,  # of directions and products
-    SCALED: tl.constexpr,  # grad_scale is there
+    DTYPE: tl.constexpr,  # dtype of directions and products
+    SCALED: tl.constexpr,  # whether there is a grad_scale
     HALF: tl.constexpr,  # the 16-bit dtype of weights
-    HAS_HALF: tl.constexpr,  # some layers have it
+    HAS_HALF: tl.constexpr,  # whether some layers have it
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -120,7 +120,7 @@ def direction_kernel(
     half_copy = tl.load(row + 2)
     n = tl.load(row + 3).to(tl.int32)
     layer = tl.load(row + 4)
-    start = tl.multiple_of(tl.load(row + 5).to(tl.int32), BLOCK)  # chunks are whole blocks, but for a layer's last
+    start = tl.multiple_of(tl.load(row + 5).to(tl.int32), BLOCK)  # chunks are whole blocks, except for a layer's last
     address = tl.load(grads + layer)
     step = tl.load(clock + 1)
     if c == 0:
@@ -166,7 +166,7 @@ def direction_kernel(
 def _apply_block(
     pointers, copy, x, place, offsets, n, factors, MATRIX: tl.constexpr, IS_HALF: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Stores one block's new weight and momentum; returns the squares of the new weight."""
+    """Stores one block's new weight and momentum. Returns the squares of the new weight."""
     weight, state, gradient = pointers
     scale, decay, momentum, nesterov, keep, rate = factors
     w = _load(weight, offsets, n, MASKED)
@@ -201,11 +201,11 @@ def _apply_chunk(
     IS_HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sum of squares of the new weights."""
+    """Returns the sum of squares of the new weights."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     whole = n // BLOCK * BLOCK
-    if stride == columns:  # dense, or no matrix
+    if stride == columns:  # dense, or not a matrix
         for i in range(0, whole, BLOCK):
             at = i + lanes
             total += _apply_block(pointers, copy, x + start, at, at, n, factors, MATRIX, IS_HALF, False)
@@ -221,7 +221,7 @@ def _apply_chunk(
 
 @triton.jit
 def _layer_factors(group, weight_norm, own, settings, MATRIX: tl.constexpr, SCALED: tl.constexpr):
-    """What a layer's elements are multiplied by: gradient, decay, momentum, Nesterov or not, weight, direction."""
+    """Returns the factors of a layer's elements: gradient, decay, momentum, whether Nesterov, weight, direction."""
     numbers, rates, grad_scale = settings
     of_group = numbers + group * COLUMNS + 2
     lr = tl.load(tl.load(rates + group * 2).to(tl.pointer_type(tl.float32)))
@@ -254,10 +254,10 @@ def _apply_layer(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sum of squares of the new weights of one chunk."""
+    """Updates one chunk. Returns the sum of squares of its new weights."""
     row, n, address, copy_address, own, place, weight_norm = layer
     matrices, settings = tables
-    start = tl.multiple_of(tl.load(row + 5).to(tl.int32), BLOCK)  # chunks are whole blocks, but for a layer's last
+    start = tl.multiple_of(tl.load(row + 5).to(tl.int32), BLOCK)  # chunks are whole blocks, except for a layer's last
     weight = _pointer(tl.load(row), tl.float32, ALIGNED)
     state = _pointer(tl.load(row + 1), tl.float32, ALIGNED)
     if IS_HALF:
@@ -265,7 +265,7 @@ def _apply_layer(
         copy = _pointer(copy_address, HALF, ALIGNED)
     else:
         gradient = _pointer(address + start.to(tl.int64) * 4, tl.float32, ALIGNED)
-        copy = weight  # there is none
+        copy = weight  # there is no copy
     if MATRIX:
         x = _pointer(tl.load(matrices + place * MATRIX_COLUMNS + 2), DTYPE, True)
         columns = tl.load(matrices + place * MATRIX_COLUMNS + 6).to(tl.int32)
@@ -296,8 +296,8 @@ def apply_kernel(
     places,
     matrices,
     factors,
-    SCALED: tl.constexpr,  # grad_scale is there
-    TOLD: tl.constexpr,  # found_inf is there
+    SCALED: tl.constexpr,  # whether there is a grad_scale
+    TOLD: tl.constexpr,  # whether there is a found_inf
     DTYPE: tl.constexpr,
     HALF: tl.constexpr,
     HAS_HALF: tl.constexpr,
@@ -325,11 +325,11 @@ def apply_kernel(
         tl.store(clock + 1, step + 1)
         tl.store(outcome, bad.to(tl.float32))
         tl.store(outcome + 1, tl.load(outcome + 1) + bad.to(tl.float32))
-    if (n > 0) & (not bad):  # n is 0 where there is no gradient
+    if (n > 0) & (not bad):  # n is 0 if there is no gradient
         first = tl.load(row + 6).to(tl.int32)
         count = tl.load(row + 7).to(tl.int32)
         weight_norm = _norm(weight_partials, first, count, PARTIALS)
-        if c == first:  # once a layer
+        if c == first:  # once per layer
             tl.store(stats + layer * 3, weight_norm)
             tl.store(stats + layer * 3 + 1, _norm(grad_partials, first, count, PARTIALS))
             tl.store(stats + layer * 3 + 2, 1.0)
@@ -337,7 +337,7 @@ def apply_kernel(
         own = factors + place * FACTORS
         tables = (matrices, (numbers, rates, grad_scale))
         of_layer = (row, n, address, copy, own, place, weight_norm)
-        # One branch for the whole chunk: within its loop it would cost 5 %.
+        # One branch for the whole chunk, because inside the loop it would cost 5 %.
         if HAS_HALF and copy != 0:
             if place >= 0:
                 total = _apply_layer(of_layer, tables, True, True, SCALED, DTYPE, HALF, ALIGNED, BLOCK)

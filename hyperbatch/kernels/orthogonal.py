@@ -1,18 +1,18 @@
 """All products of Newton-Schulz iterations over many matrices of any shapes, in one launch (Triton).
 
     gram      A = X X^T              symmetric: half of the tiles, each stored twice
-    square    B = b A + c A A        symmetric; left out where c = 0, then gram stores b A as B
-    update    X = a X + B X          into the other one of two buffers
+    square    B = b A + c A A        symmetric; skipped if c = 0: then gram stores b A as B
+    update    X = a X + B X          writes to the other of two buffers
 
     wide matrix   [ rows <= columns ]   A = X X^T is rows x rows, X = a X + B X
-    tall matrix   [ rows > columns ]    A = X^T X is columns x columns, X = a X + X B     (transposed: the same thing)
+    tall matrix   [ rows > columns ]    A = X^T X is columns x columns, X = a X + X B     (the same, transposed)
 
 Reference: `hyperbatch.optim.muon.polar_factor`. A program computes a tile. In the list of tiles, each comes after those
 that it needs. A tile waits until its matrix has finished the required number of tiles, and increases that count at its
 end. Programs take tiles from a common counter, so the tiles that a program waits for belong to running programs: there
 is no deadlock, however few run at once. The bits of a tile do not depend on the program that computes it.
-Matrices, A and B are padded with zeros to multiples of 64, so that no mask is needed to read them. X is not divided by
-its norm before the first iteration: its products are, in fp32.
+Matrices, A and B are padded with zeros to multiples of 64, so that no mask is needed to read them. Before the first
+iteration X is not divided by its norm; its products are, in fp32.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
@@ -46,7 +46,7 @@ TILE_COLUMNS = tl.constexpr(6)
 
 @triton.jit
 def _product(left, right, left_stride, right_stride, i, j, K, TILE: tl.constexpr):
-    """Tile (i, j) of L R; both are row-major and padded."""
+    """Computes tile (i, j) of L R. Both are row-major and padded."""
     m, n, k = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE), tl.arange(0, BK)
     lefts = left + m[:, None] * left_stride + k[None, :]
     rights = right + k[:, None] * right_stride + n[None, :]
@@ -60,7 +60,7 @@ def _product(left, right, left_stride, right_stride, i, j, K, TILE: tl.constexpr
 
 @triton.jit
 def _gram_of_rows(x, stride, i, j, K, TILE: tl.constexpr):
-    """Tile (i, j) of X X^T."""
+    """Computes tile (i, j) of X X^T."""
     m, n, k = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE), tl.arange(0, BK)
     lefts = x + m[:, None] * stride + k[None, :]
     rights = x + n[:, None] * stride + k[None, :]
@@ -74,7 +74,7 @@ def _gram_of_rows(x, stride, i, j, K, TILE: tl.constexpr):
 
 @triton.jit
 def _gram_of_columns(x, stride, i, j, K, TILE: tl.constexpr):
-    """Tile (i, j) of X^T X."""
+    """Computes tile (i, j) of X^T X."""
     m, n, k = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE), tl.arange(0, BK)
     lefts = x + k[:, None] * stride + m[None, :]
     rights = x + k[:, None] * stride + n[None, :]
@@ -88,7 +88,7 @@ def _gram_of_columns(x, stride, i, j, K, TILE: tl.constexpr):
 
 @triton.jit
 def _store_symmetric(target, values, i, j, side, padded, TILE: tl.constexpr):
-    """A tile and its mirror image. Padding stays zero, whatever lay beyond the matrix."""
+    """Stores a tile and its mirror image. Padding stays zero, whatever the values beyond the matrix are."""
     m, n = i * TILE + tl.arange(0, TILE), j * TILE + tl.arange(0, TILE)
     inside = (m < side)[:, None] & (n < side)[None, :]
     values = tl.where(inside, values, 0.0).to(target.dtype.element_ty)
@@ -112,7 +112,7 @@ def product_kernel(
     direction_partials,
     counters,
     FACTORS: tl.constexpr,  # columns of `factors`
-    PARTIALS: tl.constexpr,  # a power of two, at least the most partials of one layer
+    PARTIALS: tl.constexpr,  # a power of two, at least the largest number of partials of a layer
     DTYPE: tl.constexpr,
     TILE: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -147,7 +147,7 @@ def product_kernel(
     b = tl.load(own + 4 + 3 * iteration)
     c = tl.load(own + 5 + 3 * iteration)
     scale = 1.0
-    if iteration == 0:  # the direction, as it is; launch 1 has measured it
+    if iteration == 0:  # the direction is not scaled; launch 1 has computed its norm
         first = tl.load(row + 9).to(tl.int32)
         norm = _norm(direction_partials, first, tl.load(row + 10).to(tl.int32), PARTIALS)
         scale = tl.div_rn(1.0, tl.maximum(norm, tl.load(own)))
@@ -158,8 +158,9 @@ def product_kernel(
         done = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
     tl.debug_barrier()
 
-    # One `if` after the other, each with its own sum: joined by an `else`, they would share their sums' registers, and
-    # the assembler would wait for each product before it starts the next one.
+    # Separate `if`s, each with its own sum. With an `else`, they would share the registers of their sums, and the
+    # assembler
+    # would wait for each product before it starts the next one.
     is_gram = product == GRAM
     is_cubic = c == 0.0
     target = _padded(tl.where(is_cubic, square_address, gram_address), DTYPE)
@@ -190,5 +191,5 @@ def product_kernel(
             old = tl.load(x + at, mask=inside, other=0.0, cache_modifier=".cg")
             values = scale * (a * old.to(tl.float32) + total)
             tl.store(_padded(new_x_address, DTYPE) + at, values.to(DTYPE), mask=inside)
-    tl.debug_barrier()  # the whole program's stores come before its count
+    tl.debug_barrier()  # all stores of the program come before its count
     tl.atomic_add(counter, 1, sem="release", scope="gpu")

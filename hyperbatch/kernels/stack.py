@@ -3,8 +3,8 @@
     q, k, v [m, c]   ->  [q | k | v] [m, 3 c], partial sums of its columns      3 reads, 3 writes
     partials         ->  the sums, in fp32
 
-It is for the gradients of queries, keys and values, which the product before them and its bias need in one matrix.
-Partials are added in a fixed order, so the bits of a gradient are always the same.
+It is used for the gradients of queries, keys and values: the product that computed these, and its bias, need the
+gradients as one matrix. Partials are added in a fixed order, so the bits of a gradient are always the same.
 Reference: `hyperbatch.models.heads`.
 """
 
@@ -27,7 +27,7 @@ SIZES = ("M", "ROWS")  # arguments whose values need no new compilation
 @kernel(do_not_specialize=SIZES)
 def _stack_kernel(q, k, v, out, part, M, C, ROWS, BM: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr):
     _, c, p, base, rows = own_rows(M, C, ROWS, BC)
-    # Tiles of sums, folded once at the end: a fold in every iteration would cost more than the loads.
+    # These tiles of sums are reduced once at the end. A reduction in every iteration would cost more than the loads.
     of_q = tl.zeros([BM, BC], tl.float32)
     of_k = tl.zeros([BM, BC], tl.float32)
     of_v = tl.zeros([BM, BC], tl.float32)
@@ -52,12 +52,12 @@ def _stack_kernel(q, k, v, out, part, M, C, ROWS, BM: tl.constexpr, BC: tl.const
 
 
 def stack(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """([q | k | v], its column sums in fp32) of contiguous tensors that are alike."""
+    """Returns ([q | k | v], its column sums in fp32) for contiguous tensors of the same shape and dtype."""
     c = q.shape[-1]
     m = q.numel() // c
     out = torch.empty(*q.shape[:-1], 3 * c, dtype=q.dtype, device=q.device)
     total = torch.empty(3 * c, dtype=torch.float32, device=q.device)
-    # Tiles of this size leave registers for four programs on a processor, all of which run at once.
+    # With tiles of this size, registers suffice for four programs per multiprocessor, which all run at once.
     tiling = Tiling.of(m, c, elements=2048, warps=4, widest=128, programs=4 * processors(), stages=3)
     part = torch.empty(tiling.programs, 3 * c, dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):

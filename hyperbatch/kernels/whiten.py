@@ -1,9 +1,10 @@
 """A 2x2 convolution without padding, with bias and activation, for a first layer that is not trained (Triton).
 
-    x [n, 3, h, w]  ->  y = act(conv(x) + bias) [n, 32, h - 1, w - 1], of 24 filters; the other channels are zeros
+    x [n, 3, h, w]  ->  y = act(conv(x) + bias) [n, 32, h - 1, w - 1]: 24 filters, the other channels are zeros
 
-A patch of 3 x 2 x 2 numbers is a row of a product of depth 16, padded with four zeros. The output is padded with zeros
-to a multiple of 32 channels, because cuDNN's next convolution is 1.5 times as fast with 32 channels as with 24.
+A patch of 3 x 2 x 2 numbers, padded with four zeros, is a row of a matrix product of depth 16. The output is padded
+with zeros to a multiple of 32 channels, because cuDNN's next convolution is 1.5 times as fast with 32 channels as with
+24.
 Reference: torch.conv2d, silu and gelu.
 """
 
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 from hyperbatch.kernels.compile import kernel
 from hyperbatch.kernels.norm.unit import activation
 
-WIDTH = 32  # channels that are written: a multiple of these
-ROWS = 128  # pixels of a program
+WIDTH = 32  # the number of output channels is a multiple of this
+ROWS = 128  # pixels per program
 
 
 @kernel(do_not_specialize=("M", "H", "W"))
@@ -48,7 +49,7 @@ def _whiten_kernel(
     down, across = H - 1, W - 1
     image, place = row // (down * across), row % (down * across)
     line, column = place // across, place % across
-    # k counts a patch as a channels-last weight does: line, column, channel.
+    # k numbers the elements of a patch like a channels-last weight: line, column, channel.
     k = tl.arange(0, BK)
     real = k < 4 * CHANNELS
     step = (k // (2 * CHANNELS)) * SH + (k // CHANNELS % 2) * SW + k % CHANNELS * SC
@@ -64,12 +65,12 @@ def _whiten_kernel(
 
 
 def whiten(x: Tensor, conv: nn.Conv2d, act: int) -> Tensor:
-    """act(conv(x)) with channels of zeros behind it, up to a multiple of 32. Nothing is kept for a backward."""
+    """Computes act(conv(x)), followed by channels of zeros up to a multiple of 32. Nothing is kept for a backward."""
     n, channels, h, w = x.shape
     filters = conv.out_channels
     width = triton.cdiv(filters, WIDTH) * WIDTH
     y = torch.empty((n, width, h - 1, w - 1), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    weight = conv.weight.permute(0, 2, 3, 1).contiguous()  # as it lies in memory
+    weight = conv.weight.permute(0, 2, 3, 1).contiguous()  # in its order in memory
     m = n * (h - 1) * (w - 1)
     _whiten_kernel[(triton.cdiv(m, ROWS),)](
         x,

@@ -1,12 +1,12 @@
 """Worker processes that compile kernels, because Triton's compiler holds Python's lock half of the time.
 
-    command     start ──> one process imports torch and the kernels' modules, hashes Triton, then forks: worker, ...
+    command     start ──> one process imports torch and the kernels' modules, hashes Triton, then forks workers
     compiling   job ────> a worker: triton.compile, into Triton's cache on disk ──> done
-                          the thread that asked compiles too, and finds the result in the cache
+                          the requesting thread compiles too, and finds the result in the cache
 
-They are started before this process loads torch, so that they are ready when the first kernel is requested. They end
-with this process, however it ends, because their sockets close. A thread compiles what a worker cannot. This module
-imports neither torch nor Triton.
+Workers are started before this process loads torch, so that they are ready when the first kernel is requested. They end
+with this process, however it ends, because their sockets are closed. A thread compiles the kernels that a worker
+cannot. This module imports neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from typing import Any
 from hyperbatch.cores import usable_cores
 
 MAX_WORKERS = 12
-SPARED_CORES = 3  # for the process that is setting up a run meanwhile
-PATIENCE_S = 60.0  # for one kernel; the largest take a few seconds
+SPARED_CORES = 3  # for the process, which sets up a run meanwhile
+PATIENCE_S = 60.0  # for one kernel; the largest kernels take a few seconds
 MODULES = (
     "torch",
     "triton",
-    "triton.compiler.code_generator",  # which Triton imports with the first kernel
+    "triton.compiler.code_generator",  # Triton imports it with the first kernel
     "triton.experimental.gluon",
     "hyperbatch.kernels.norm.conv_pool",
     "hyperbatch.kernels.norm.pool",
@@ -58,8 +58,8 @@ class Workers:
         pairs = [socket.socketpair() for _ in range(count)]
         theirs = [pair[1].fileno() for pair in pairs]
         command = [sys.executable, "-m", "hyperbatch.kernels.workers", *map(str, theirs)]
-        quiet = subprocess.DEVNULL  # this process raises the same errors when it compiles for itself
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # no threads where it forks
+        quiet = subprocess.DEVNULL  # this process raises the same errors when it compiles the kernel itself
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # no threads, because it forks
         self._parent = subprocess.Popen(command, pass_fds=theirs, env=env, stdin=quiet, stdout=quiet, stderr=quiet)
         self.count = count
         self._sockets = [pair[0] for pair in pairs]
@@ -70,7 +70,7 @@ class Workers:
             self._idle.put(ours)
 
     def compile(self, compile: Callable[[], Any]) -> bool:
-        """Lets an idle worker do what Triton's closure would do. Returns whether it did."""
+        """Lets an idle worker compile what Triton's closure would compile. Returns whether it did."""
         with contextlib.suppress(queue.Empty):
             job = _job_of(compile)
             if job is None:
@@ -79,7 +79,7 @@ class Workers:
             try:
                 _send(worker, job)
                 done = _receive(worker) == b"done"
-            except OSError:  # it has ended, or takes too long: nobody asks it again
+            except OSError:  # the worker has ended or is too slow, and gets no more jobs
                 worker.close()
                 return False
             self._idle.put(worker)
@@ -87,8 +87,10 @@ class Workers:
         return False
 
     def close(self) -> None:
-        """Ends the workers, at once or after their current kernel, without waiting for them. With warm caches their
-        parent may still be importing."""
+        """Ends the workers without waiting for them, at once or after their current kernel.
+
+        The parent is killed, because with warm caches it may still be importing.
+        """
         for worker in self._sockets:
             worker.close()
         self._parent.kill()
@@ -106,7 +108,7 @@ def start() -> None:
 
 
 def stop() -> None:
-    """Ends the workers; this process compiles later kernels itself."""
+    """Ends the workers. This process then compiles later kernels itself."""
     global _running
     if _running is not None:
         _running.close()
@@ -118,8 +120,7 @@ def running() -> Workers | None:
 
 
 def _job_of(compile: Callable[[], Any]) -> bytes | None:
-    """All that a call of triton.compile depends on, from the closure that Triton wants called; None: it is unlike what
-    we know."""
+    """Returns all that a call of triton.compile depends on, from Triton's closure. None: its form is unknown to us."""
     try:
         found = inspect.getclosurevars(compile).nonlocals
         source, options = found["src"], found["options"]
@@ -132,7 +133,7 @@ def _job_of(compile: Callable[[], Any]) -> bytes | None:
 
 
 def functions_of(function: Any) -> list[Any]:
-    """A kernel and all functions that it calls; each comes after those that it calls itself."""
+    """Returns a kernel and all functions that it calls, each after those that it calls itself."""
     found, seen = [], set()
 
     def visit(one: Any) -> None:
@@ -148,7 +149,7 @@ def functions_of(function: Any) -> list[Any]:
 
 
 def has_key(value: Any) -> bool:
-    """Whether it is a function of Triton's. The key itself is made when it is first read."""
+    """Whether a value is a function of Triton. Its key is only computed when it is first read."""
     return hasattr(type(value), "cache_key") and hasattr(value, "src")
 
 
@@ -161,7 +162,7 @@ def _globals_of(function: Any) -> list[tuple[str, Any]]:
 
 
 def _fingerprint(function: Any) -> str:
-    """Of the source of a kernel, of all functions that it calls, and of the constants they use."""
+    """A hash of the source of a kernel and of all functions that it calls, and of the constants that they use."""
     parts = {}
     for one in functions_of(function):
         module, name = _place(one)
@@ -179,10 +180,10 @@ def _compile(job: bytes) -> None:
     (module, name, cache_key, fingerprint), (signature, constants, attrs), *rest = pickle.loads(job)
     target, options, env_vars = rest
     found = getattr(importlib.import_module(module), name)
-    function = found if has_key(found) else found.fn  # without our own wrapper
+    function = found if has_key(found) else found.fn  # without our wrapper
     if _fingerprint(function) != fingerprint:
         raise ValueError(f"{module}.{name} has changed since it was asked for")
-    # The cache is asked under the key that Triton has there, should it be another one here.
+    # The cache is looked up with the requesting process's key, even if the key is different here.
     _ = function.cache_key
     function.hash = cache_key
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attrs)
@@ -206,7 +207,7 @@ def _send(to: socket.socket, data: bytes) -> None:
 
 
 def _receive(source: socket.socket) -> bytes:
-    """OSError where the other end is closed."""
+    """Raises OSError if the other end is closed."""
     (length,) = _LENGTH.unpack(_exactly(source, _LENGTH.size))
     return _exactly(source, length)
 
@@ -222,7 +223,7 @@ def _exactly(source: socket.socket, length: int) -> bytes:
 
 
 def prepare() -> None:
-    """Does once what each worker would do before its first kernel."""
+    """Does once what each worker would otherwise do before its first kernel."""
     for module in MODULES:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
@@ -230,15 +231,15 @@ def prepare() -> None:
         from triton import knobs
         from triton.runtime.cache import triton_key
 
-        triton_key()  # hashes Triton itself, and remembers it
-        _ = knobs.nvidia.ptxas  # asks the assembler for its version, and remembers it
+        triton_key()  # hashes Triton itself and caches the result
+        _ = knobs.nvidia.ptxas  # asks the assembler for its version and caches the result
 
 
 def main(descriptors: list[int]) -> None:
-    """Prepares, then forks. There are no other threads yet, and no device is used."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command: these end with it
+    """Prepares and then forks. There are no other threads yet, and no device is in use."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command; the workers end with it
     sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-    gc.disable()  # what is made here stays, and the workers share its memory
+    gc.disable()  # objects created here are never freed, and the workers share their memory
     prepare()
     gc.freeze()
     for own in sockets:

@@ -69,8 +69,8 @@ def nearest_point(global_batch: int) -> Point:
 
 
 def from_point(point: Point, global_batch: int, *, name: str) -> Config:
-    """Returns a row as a full config. At other batches its rate is scaled by the square root, which is near the
-    rows."""
+    """Returns a row as a full config. At other batches its rate follows the square root, which fits better than
+    linear."""
     return Config(recipe=name).override(
         model="resnet50",
         crop_area=(0.05, 1.0),

@@ -1,17 +1,17 @@
-"""A first 3x3 convolution and the max-pool behind it, as `models.whitenet` begins, in kernels that store no z (Triton).
+"""The first 3x3 convolution and max-pool of `models.whitenet`, in kernels that do not store z (Triton).
 
     x [n, k, h, w] - conv 3x3, padding 1 - z [n, c, h, w] - maximum of each 2x2 pixels - p - norm, act (`unit`)
 
     conv_pool_statistics          x, weight              -> p, tap; coef of p; running statistics
-    weight_gradient_from_pooled   dy, p, tap, coef, x    -> gradient of the weight; dz is made where it is needed
+    weight_gradient_from_pooled   dy, p, tap, coef, x    -> gradient of the weight; dz is computed where it is needed
 
-Reference: torch.conv2d, then `unit.pool_statistics`; `unit.apply_unpool_gradient`, then torch's weight gradient. For a
-convolution whose input needs no gradient: that would need dz in memory after all.
+Reference: torch.conv2d, then `unit.pool_statistics`; `unit.apply_unpool_gradient`, then torch's weight gradient. The
+convolution's input must need no gradient, because that would need dz in memory.
 
-A pooled pixel sees 4x4 pixels of x, its window. Pixel s of the window meets each of the four pixels e of z that are
-pooled under at most one tap of the filter: 36 pairs. So a tile of pooled pixels takes 16 tiles of x, one for each s,
-and 36 products of them, and the four values to be compared lie in the same place of four accumulators. The gradient
-takes the two pixels of z in a line at once, so 12 tiles of twice the rows and 18 products:
+A pooled pixel depends on 4x4 pixels of x, its window. For each of the four pixels e of z that are pooled, pixel s of
+the window has at most one tap of the filter: 36 pairs. A tile of pooled pixels therefore needs 16 tiles of x, one for
+each s, and 36 products with them, and the four values to compare are at the same place in four accumulators. The
+gradient handles the two pixels of z in a line together, so it needs 12 tiles of twice the rows, and 18 products:
 
     window (s)     0  1  2  3       pixels of z (e)     filter (its taps)   0 1 2
                    4 [5  6] 7           0 1                                 3 4 5
@@ -46,18 +46,18 @@ from hyperbatch.kernels.norm.unit import Pooled, first_pixel, slope
 
 SIZES = ("M", "ROWS", "H", "W", "PROGRAMS")
 FILTER_TAPS = tl.constexpr(9)
-WIDEST = 64  # channels of a program: 128 would take a processor's registers for one, with nothing beside it
-SUM_COLUMNS = 64  # elements of the weight that a program adds up
+WIDEST = 64  # channels of a program: with 128, one program would take all registers of a multiprocessor
+SUM_COLUMNS = 64  # elements of the weight per program that adds up shares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """How a kernel goes through the pooled pixels."""
+    """How a kernel iterates over the pooled pixels."""
 
-    rows: int  # pooled pixels at once
+    rows: int  # pooled pixels per tile
     warps: int
-    stages: int  # 1: nothing is asked for ahead, and programs side by side hide each other's waits
-    per_processor: int  # programs
+    stages: int  # 1: nothing is loaded ahead; other programs on the multiprocessor hide the waits
+    per_processor: int  # number of programs
 
     def of(self, m: int, c: int) -> Tiling:
         columns = min(c, WIDEST)
@@ -81,7 +81,7 @@ BACKWARD = Tile(rows=32, warps=4, stages=1, per_processor=2)
 
 @triton.jit
 def window_of(x, start, r, across, there, H, W, K: tl.constexpr):
-    """For `load_line`: the windows of pooled pixels r from `start` on, moved by `across` columns."""
+    """Returns what `load_line` needs: the windows of pooled pixels r from `start` on, shifted by `across` columns."""
     first, _, _ = first_pixel(start, H, W, H // 2, W // 2)
     pixel, line, column = first_pixel(start + r, H, W, H // 2, W // 2)
     at = (pixel - first + across).to(tl.int32)[:, None] * K + tl.arange(0, K)[None, :]  # 32 bits: half the registers
@@ -90,7 +90,7 @@ def window_of(x, start, r, across, there, H, W, K: tl.constexpr):
 
 @triton.jit
 def inside_of(window, LINE: tl.constexpr, COLUMN: tl.constexpr, H, W):
-    """Which windows have this pixel inside of the image."""
+    """Whether this pixel of each window is inside the image."""
     _, _, line, column, there = window
     down, across = LINE - 1, COLUMN - 1
     inside = (line + down >= 0) & (line + down < H) & (column + across >= 0) & (column + across < W)
@@ -99,7 +99,7 @@ def inside_of(window, LINE: tl.constexpr, COLUMN: tl.constexpr, H, W):
 
 @triton.jit
 def load_line(window, LINE: tl.constexpr, COLUMNS: tl.constexpr, H, W, K: tl.constexpr):
-    """Tiles of x, one for each of the first pixels in this line of the windows; zeros outside of the image."""
+    """Loads a tile of x for each of the first COLUMNS pixels in this line of the windows; zeros outside the image."""
     x, at, _, _, _ = window
     tiles = ()
     for s in tl.static_range(COLUMNS):
@@ -110,10 +110,10 @@ def load_line(window, LINE: tl.constexpr, COLUMNS: tl.constexpr, H, W, K: tl.con
 
 @triton.jit
 def settle_line(tiles, window, LINE: tl.constexpr, COLUMNS: tl.constexpr, H, W, STAGES: tl.constexpr):
-    """The same tiles, to be waited for here.
+    """Returns the same tiles, so that the wait for them is here.
 
-    The compiler brings a tile that goes into a product to shared memory where it is made: right behind the load, with
-    all the wait, unless something comes between. The loop's own way to ask for tiles ahead needs none of this.
+    The compiler moves a tile that is used in a product to shared memory right after its load, and waits there for the
+    whole load, unless there is an operation in between. If the loop loads ahead by itself (STAGES), this is not needed.
     """
     if STAGES > 1:
         return tiles
@@ -125,7 +125,7 @@ def settle_line(tiles, window, LINE: tl.constexpr, COLUMNS: tl.constexpr, H, W, 
 
 @triton.jit
 def load_filters(x, weight, row, c, H, W, strides, CHANNELS: tl.constexpr, K: tl.constexpr):
-    """The nine taps of the filters of outputs c, and z of the first pixel that is pooled into this row."""
+    """Returns the nine taps of the filters of outputs c, and z of the first pixel that is pooled into this row."""
     of_out, of_in, of_line, of_column = strides
     pixel, line, column = first_pixel(row, H, W, H // 2, W // 2)
     k = tl.arange(0, K)
@@ -167,10 +167,10 @@ def _conv_pool_kernel(
 ):
     programs = tl.num_programs(1)
     column, c, p, base, rows = own_rows(M, C, ROWS, BC)
-    # fp16 is compared as it is, two values to an instruction; bf16 is widened: Triton's interpreter cannot compare it.
+    # fp16 is compared as it is, two values per instruction. bf16 is widened: Triton's interpreter cannot compare it.
     dtype: tl.constexpr = tl.float16 if x.dtype.element_ty == tl.float16 else tl.float32
     filters, about = load_filters(x, weight, p * ROWS, c, H, W, strides, CHANNELS, K)
-    # Sums of half the rows: the two of a thread that the products left side by side are added at once.
+    # Sums over half of the rows: the two values that a thread has side by side after the products are added at once.
     total = tl.zeros([BM // 16, 8, BC], tl.float32)
     squares = tl.zeros([BM // 16, 8, BC], tl.float32)
     for i in tl.range(0, rows, BM, num_stages=STAGES):
@@ -181,16 +181,16 @@ def _conv_pool_kernel(
         for e in tl.static_range(4):
             z = tl.zeros([BM, BC], tl.float32)
             for f in tl.static_range(9):
-                if e == 0 and (f == 3 or f == 6):  # not before there is room for them in registers
+                if e == 0 and (f == 3 or f == 6):  # not earlier, since there would be no registers for them
                     tiles = tiles + load_line(window, f // 3 + 1, 4, H, W, K)
                 z = tl.dot(tiles[(e // 2 + f // 3) * 4 + e % 2 + f % 3], filters[f], z)
-            v = z.to(x.dtype.element_ty).to(dtype)  # as it would have been stored
+            v = z.to(x.dtype.element_ty).to(dtype)  # rounded as if it had been stored
             if e == 0:
                 best, number = v, tl.zeros([BM, BC], tl.uint8)
             else:
                 larger = v > best
                 number = tl.where(larger, e, number).to(tl.uint8)
-                best = tl.where(larger | (v != v), v, best)  # a nan goes through, as in torch
+                best = tl.where(larger | (v != v), v, best)  # a nan is kept, as in torch
         at = base + r[:, None] * C + c[None, :]
         tl.store(pooled + at, best.to(x.dtype.element_ty), mask=there[:, None])
         tl.store(tap + at, number, mask=there[:, None])
@@ -238,7 +238,7 @@ def _weight_gradient_kernel(
         v = tl.load(pooled + at, mask=there[:, None], other=0.0).to(tl.float32)
         g = tl.load(dy + at, mask=there[:, None], other=0.0).to(tl.float32)
         number = tl.load(tap + at, mask=there[:, None], other=4)
-        # The two pixels of z in a line are one product of twice the depth: fewer products to wait for.
+        # The two pixels of z in a line form one product of twice the depth, so there are fewer products to wait for.
         r = i + tl.arange(0, 2 * BM) % BM
         window = window_of(x, p * ROWS, r, tl.arange(0, 2 * BM) // BM, r < rows, H, W, K)
         ahead = load_line(window, 0, 3, H, W, K)
@@ -255,7 +255,7 @@ def _weight_gradient_kernel(
             added = ()
             for f in tl.static_range(9):
                 s = sums[f]
-                if line >= f // 3 and line <= f // 3 + 1:  # a line of z meets it under this tap
+                if line >= f // 3 and line <= f // 3 + 1:  # a line of z meets this line of x under this tap
                     s = tl.dot(dz[line - f // 3], now[f % 3], s)
                 added = added + (s,)
             sums = added
@@ -269,7 +269,7 @@ def _weight_gradient_kernel(
 def _add_weight_gradients_kernel(
     part, dw, PROGRAMS, C, strides, CHANNELS: tl.constexpr, K: tl.constexpr, BC: tl.constexpr
 ):
-    """Sums the programs' shares in their order. An element's number counts outputs, taps, then channels."""
+    """Sums the programs' shares in order. The elements are numbered by output, then tap, then channel."""
     n = tl.program_id(0) * BC + tl.arange(0, BC)
     total = add_partials(part, PROGRAMS, n, C * FILTER_TAPS * K)
     of_out, of_in, of_line, of_column = strides
@@ -282,8 +282,7 @@ def _add_weight_gradients_kernel(
 
 
 def can_take(x: Tensor, conv: nn.Conv2d) -> bool:
-    """Whether the kernels compute this convolution (and the 2x2 pool behind it) of x, which may have channels of zeros
-    behind its own."""
+    """Whether the kernels support this convolution of x, followed by a 2x2 pool. x may have extra channels of zeros."""
     plain = conv.kernel_size == (3, 3) and conv.stride == (1, 1) and conv.padding == (1, 1) and conv.dilation == (1, 1)
     plain = plain and conv.groups == 1 and conv.bias is None and conv.padding_mode == "zeros"
     k, c = x.shape[1], conv.out_channels
@@ -295,9 +294,9 @@ def can_take(x: Tensor, conv: nn.Conv2d) -> bool:
 def conv_pool_statistics(
     x: Tensor, conv: nn.Conv2d, norm: nn.BatchNorm2d, counters: Tensor, *, local: bool = False, tile: Tile | None = None
 ) -> tuple[Pooled, Tensor]:
-    """The pooled conv(x) and the coef of its norm; updates the running statistics (not the count of batches).
+    """Returns the pooled conv(x) and the coef of its norm. Updates the running statistics (not the count of batches).
 
-    local: mean and variance alone, for ranks that share their statistics.
+    local: only mean and variance, for ranks that share their statistics.
     """
     n, k, h, w = x.shape
     c, weight = conv.out_channels, conv.weight

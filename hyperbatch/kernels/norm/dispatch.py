@@ -1,6 +1,6 @@
-"""A norm with its ReLU, and with the sum that closes a block: in one launch where the tensor is small, else in two.
+"""A norm with its ReLU, or with the sum that ends a block: in one launch if the tensor is small, else in two.
 
-Ranks that share their statistics exchange them between the two passes: they call the steps of `two_pass` themselves.
+Ranks that share statistics exchange them between the two passes, so they call the steps of `two_pass` directly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hyperbatch.kernels.norm.tiles import Handed, JoinedGradient, Output
 
 
 def norm_relu(x: Tensor, norm: nn.BatchNorm2d, counters: Tensor) -> tuple[Tensor, Tensor]:
-    """(relu(norm(x)), coef)."""
+    """Returns (relu(norm(x)), coef)."""
     output = Output.of(x)
     return output.y, _norm(x, norm, counters, output)
 
@@ -23,13 +23,13 @@ def norm_relu(x: Tensor, norm: nn.BatchNorm2d, counters: Tensor) -> tuple[Tensor
 def norm_join(
     x: Tensor, norm: nn.BatchNorm2d, counters: Tensor, shortcut: Tensor, shortcut_coef: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, bits, coef): statistics, and out and bits as of `two_pass.join`."""
+    """Returns (out, bits, coef). out and bits are those of `two_pass.join`."""
     output = Output.of(x, shortcut, shortcut_coef, bits=True)
     return output.y, output.bits, _norm(x, norm, counters, output)
 
 
 def _norm(x: Tensor, norm: nn.BatchNorm2d, counters: Tensor, output: Output) -> Tensor:
-    """coef; fills the output."""
+    """Fills the output and returns coef."""
     if one_pass.is_small(x):
         return one_pass.forward(x, norm, counters, output)
     coef = two_pass.statistics(x, norm, counters)
@@ -38,7 +38,7 @@ def _norm(x: Tensor, norm: nn.BatchNorm2d, counters: Tensor, output: Output) -> 
 
 
 def norm_relu_backward(dy: Tensor, x: Tensor, coef: Tensor, grads: NormGradients, counters: Tensor) -> Tensor:
-    """dx of relu(norm(x)); fills `grads`."""
+    """Returns dx of relu(norm(x)), and fills `grads`."""
     assert not grads.local
     if one_pass.is_small(x):
         return one_pass.backward(dy, x, coef, grads, counters)
@@ -49,7 +49,10 @@ def norm_relu_backward(dy: Tensor, x: Tensor, coef: Tensor, grads: NormGradients
 def join_backward(
     dy: Tensor, bits: Tensor, branches: Sequence[Branch], counters: Tensor, *, dy2: Handed | None = None
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(g, its column sums, dx of each branch); fills their gradients. Arguments: `two_pass.reduce_joined_gradient`."""
+    """Returns (g, its column sums, dx of each branch), and fills their gradients.
+
+    The arguments are those of `two_pass.reduce_joined_gradient`.
+    """
     assert not any(branch.grads.local for branch in branches)
     if branches and one_pass.is_small(branches[0].x):
         joined = JoinedGradient.of(dy, dy2, bits)

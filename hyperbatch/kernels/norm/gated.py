@@ -1,9 +1,10 @@
-"""The sum that closes a block whose branch is gated: each image scales each of its channels (squeeze-excite; Triton).
+"""The sum that ends a block with a gated branch: each image scales each of its channels (squeeze-excite; Triton).
 
-    y = relu(norm(x) * gate + shortcut)      gate [n, c]: from s, the mean of norm(x) over the pixels of an image
+    y = relu(norm(x) * gate + shortcut)      gate [n, c]: computed from s, the mean of norm(x) over an image's pixels
 
-What coef and back are: `kernels.norm`. With the means m of x over the pixels of each image, s = scale * m + shift. The
-gradient g of the sum reaches the gate as its sum with norm(x) over the pixels of an image, and from there s, as ds:
+`kernels.norm` explains coef and back. With the means m of x over the pixels of each image, s = scale * m + shift. The
+gradient g of the sum reaches the gate as the sum of g * norm(x) over an image's pixels, and from the gate it reaches s,
+as ds:
 
     image_statistics    x                 -> coef, m                                        1 read
     gated_join          x, shortcut       -> y, and its bits                                2 reads, 1 1/16 writes
@@ -11,8 +12,8 @@ gradient g of the sum reaches the gate as its sum with norm(x) over the pixels o
     finish_gated        those sums, ds    -> back; gradients of weight and bias             small
     apply_gated         g, x              -> dx = a * (g * gate + ds / pixels) + b * x + d  2 reads, 1 write
 
-So the passes are those of a block without a gate, where programs take one image each, and what they leave for the last
-one to add up is kept. Reference: torch.batch_norm, mean, mul, add, relu.
+These are the passes of a block without a gate, except that each program takes one image, and that the partial sums for
+the last program are kept. Reference: torch.batch_norm, mean, mul, add, relu.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
@@ -41,14 +42,14 @@ from hyperbatch.kernels.norm.tiles import (
     sum_columns,
 )
 
-IMAGES = 16  # whose sums are added up at once
+IMAGES = 16  # number of images whose sums are added up at once
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _tile_of_image(C, PIXELS, BM: tl.constexpr, BC: tl.constexpr):
-    """This program's image and column block; its first element; its rows and elements from there on."""
+    """Returns this program's image and column block, its first element, and its rows, elements and mask from there."""
     columns = C // BC
     image, column, tile = tl.program_id(1), tl.program_id(0) % columns, tl.program_id(0) // columns
     r = tl.arange(0, BM)
@@ -76,7 +77,7 @@ def _gated_join_kernel(
 def _finish_gated_kernel(
     part, means, gate, ds, coef, grads, N, M, C, LOCAL: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr
 ):
-    """Sums of the gradient of norm(x), g * gate + ds / pixels, and of it times x - mean: from those of each image."""
+    """Adds up the sums of norm(x)'s gradient, g * gate + ds / pixels, and of this times x - mean, from each image's."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     mean = tl.load(coef + c)[None, :]
     first = tl.zeros([BN, BC], tl.float32)
@@ -108,7 +109,7 @@ def _gated_apply_kernel(g, x, gate, ds, back, dx, C, PIXELS, BM: tl.constexpr, B
 
 
 def _one_image_each(x: Tensor) -> Tiling:
-    """For kernels that leave sums: program p takes all rows of image p."""
+    """For kernels that write sums: program p takes all rows of image p."""
     n, c, h, w = x.shape
     columns = min(sum_columns(c), c & -c)
     rows = min(4096 // columns, _power_of_two(h * w))
@@ -117,7 +118,7 @@ def _one_image_each(x: Tensor) -> Tiling:
 
 
 def _tiles_of_images(x: Tensor) -> tuple[tuple[Any, int], dict[str, int]]:
-    """Grid and options of a launch whose programs take one tile each, of one image."""
+    """Returns the grid and options of a launch in which each program takes one tile of one image."""
     n, c, h, w = x.shape
     columns = min(64, c & -c)
     rows = min(2048 // columns, _power_of_two(h * w))
@@ -125,14 +126,14 @@ def _tiles_of_images(x: Tensor) -> tuple[tuple[Any, int], dict[str, int]]:
 
 
 def _power_of_two(rows: int) -> int:
-    """Not below them, and at least 16."""
+    """The next power of two, and at least 16."""
     return max(16, 1 << (rows - 1).bit_length())
 
 
 def image_statistics(
     x: Tensor, norm: nn.BatchNorm2d, counters: Tensor, *, local: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(coef, m), with what `two_pass.statistics` does besides."""
+    """Returns (coef, m), and does what `two_pass.statistics` does."""
     coef, part = two_pass.statistics_in(_one_image_each(x), x, norm, counters, local=local)
     return coef, part[0]
 
@@ -140,7 +141,7 @@ def image_statistics(
 def gated_join(
     x: Tensor, coef: Tensor, gate: Tensor, shortcut: Tensor, shortcut_coef: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """y and its bits, as of `two_pass.join`. gate: fp32."""
+    """Returns y and its bits, as `two_pass.join` does. gate: fp32."""
     output = Output.of(x, shortcut, shortcut_coef, bits=True)
     grid, options = _tiles_of_images(x)
     pixels = x.shape[2] * x.shape[3]
@@ -151,10 +152,10 @@ def gated_join(
 def reduce_gated(
     dy: Tensor, bits: Tensor, branches: Sequence[Branch], counters: Tensor, *, dy2: Handed | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(g, its column sums, [2, n, c]: of each image sums of g and g * (x - mean)).
+    """Returns (g, its column sums, [2, n, c]: each image's sums of g and g * (x - mean)).
 
-    Arguments: `two_pass.reduce_joined_gradient`. Of the branches, the first one is gated: `finish_gated` fills its
-    gradients, which hold something else until then.
+    The arguments are those of `two_pass.reduce_joined_gradient`. The first branch is the gated one: its gradients are
+    only valid after `finish_gated` has filled them.
     """
     g, sums, part = two_pass.reduce_joined_in(_one_image_each(branches[0].x), dy, bits, branches, counters, dy2=dy2)
     return g, sums, part[:2]
@@ -163,7 +164,7 @@ def reduce_gated(
 def finish_gated(
     part: Tensor, means: Tensor, gate: Tensor, ds: Tensor, coef: Tensor, grads: NormGradients, x: Tensor
 ) -> None:
-    """Fills the norm's gradients. part: what `reduce_gated` gave."""
+    """Fills the norm's gradients. part: the last result of `reduce_gated`."""
     m, c = matrix(x)
     columns = min(32, c & -c)
     _finish_gated_kernel[(c // columns,)](
@@ -172,7 +173,7 @@ def finish_gated(
 
 
 def apply_gated(g: Tensor, x: Tensor, gate: Tensor, ds: Tensor, back: Tensor) -> Tensor:
-    """dx."""
+    """Computes dx."""
     dx = torch.empty_like(x)
     grid, options = _tiles_of_images(x)
     _gated_apply_kernel[grid](g, x, gate, ds, back, dx, x.shape[1], x.shape[2] * x.shape[3], **options)

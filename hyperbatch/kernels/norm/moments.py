@@ -1,11 +1,11 @@
-"""Moments of the rows of y, the input of a 1x1 convolution, taken while y = relu(norm(x)) is made (Triton).
+"""Moments of the rows of y, the input of a 1x1 convolution, computed together with y = relu(norm(x)) (Triton).
 
-    s = sum of y's rows [c]      G = y.T @ y [c, c]      from which `product` makes the norm of the convolution's output
+    s = sum of y's rows [c]      G = y.T @ y [c, c]      from which `product` computes the norm of the output
 
-    up to 128 columns    the pass that makes y sums both                                          1 read, 1 write
-    with more            it sums s, and also writes y about its centre; cuBLAS makes G of that    2 reads, 2 writes
+    up to 128 columns    the pass that computes y sums both                                      1 read, 1 write
+    with more            it sums s and writes y about its centre; cuBLAS computes G from that    2 reads, 2 writes
 
-Reference: float64 sums in tests/product_reference.py. Partials are summed in their order: the same bits every time.
+Reference: float64 sums in tests/product_reference.py. Partials are summed in a fixed order: the same bits every time.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
@@ -26,8 +26,8 @@ from hyperbatch.kernels.conv import rows as as_rows
 from hyperbatch.kernels.norm.sums import add_partials, is_last
 from hyperbatch.kernels.norm.tiles import Tiling, matrix, overlapping, processors, reducing
 
-WIDEST = 128  # channels whose G one program can hold in registers
-FAR = tl.constexpr(16.0)  # squared mean over variance from which a column is taken about a centre
+WIDEST = 128  # channels for which one program can hold G in registers
+FAR = tl.constexpr(16.0)  # with a larger ratio of squared mean to variance, a column is taken about a centre
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -35,19 +35,19 @@ FAR = tl.constexpr(16.0)  # squared mean over variance from which a column is ta
 
 @triton.jit
 def _rows(x, r, inside, c, scale, shift, C: tl.constexpr, NORM: tl.constexpr):
-    """Rows of y: those of x, or relu(norm(x)) rounded as it is stored."""
+    """Loads rows of y: those of x, or relu(norm(x)) rounded as it is stored."""
     v = tl.load(x + r[:, None] * C + c[None, :], mask=inside, other=0.0)
     if NORM:
         v = v.to(tl.float32) * scale[None, :] + shift[None, :]
-        v = tl.where(v < 0, 0.0, v).to(x.dtype.element_ty)  # a nan stays one, as in torch
+        v = tl.where(v < 0, 0.0, v).to(x.dtype.element_ty)  # a nan is kept, as in torch
     return v
 
 
 @triton.jit
 def _centre(x, coef, scale, shift, c, M, C: tl.constexpr, NORM: tl.constexpr, BM: tl.constexpr):
-    """A value near the mean of columns that lie far from 0, else 0: G about it loses no digits in G - s s.T / m.
+    """Returns a value near the mean of columns that are far from 0, else 0. About it, G - s s.T / m loses no digits.
 
-    Near such a value y - centre is exact; elsewhere the rounding would shift the mean, and no centre is needed.
+    Near such a value y - centre is exact. For other columns its rounding would shift the mean, and no centre is needed.
     """
     if NORM:
         mean = tl.maximum(tl.load(coef + c) * scale + shift, 0.0)
@@ -76,14 +76,17 @@ def _moments_kernel(
     M,
     ROWS,
     C: tl.constexpr,
-    NORM: tl.constexpr,  # y = relu(norm(x)) is made and stored; else x is y
+    NORM: tl.constexpr,  # y = relu(norm(x)) is computed and stored; otherwise x is y
     BM: tl.constexpr,
     BC: tl.constexpr,
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Partials of G and s for all columns at once. Where they are too many for one program: of s alone, and y about its
-    centre is stored in `apart`, for a matrix product to make G of it."""
+    """Computes partials of G and s for all columns at once.
+
+    If there are too many columns for one program, only partials of s are computed, and y about its centre is stored in
+    `apart`, so that a matrix product can compute G.
+    """
     ALL: tl.constexpr = BC == C
     column, p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     c = column * BC + tl.arange(0, BC)
@@ -128,7 +131,7 @@ def _moments_kernel(
 
 @kernel
 def _add_moments_kernel(part, moments, programs, C: tl.constexpr, BC: tl.constexpr, OVERLAP: tl.constexpr):
-    """Some columns of one row of G, or of s, of all programs."""
+    """Adds up some columns of one row of G, or of s, over all programs."""
     if OVERLAP:
         gdc_wait()
     c = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -141,24 +144,24 @@ def _add_moments_kernel(part, moments, programs, C: tl.constexpr, BC: tl.constex
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moments:
-    """Sums over the rows of y: what `product_statistics` needs of it."""
+    """Sums over the rows of y, the input of `product_statistics`."""
 
     about: Tensor  # fp32 [c + 2, c]: (y - centre).T @ (y - centre), the sum of y - centre, the centre
     rows: int
 
 
 def normalise_with_moments(x: Tensor, coef: Tensor, counters: Tensor) -> tuple[Tensor, Moments]:
-    """y = relu(norm(x)) and its moments, in one pass over x up to 128 channels."""
+    """Computes y = relu(norm(x)) and its moments, with up to 128 channels in one pass over x."""
     return _moments(x, coef, counters)
 
 
 def moments_of(y: Tensor, counters: Tensor) -> Moments:
-    """The moments of a y that is there already."""
+    """Computes the moments of an existing y."""
     return _moments(y, None, counters)[1]
 
 
 def outer(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """a.T @ b of rows of 16 bits, into fp32: cuBLAS reads them as fast as the memory gives them."""
+    """a.T @ b of 16-bit rows, in fp32. cuBLAS reads them at the speed of the memory."""
     a, b = as_rows(a), as_rows(b)
     if out.is_cuda:
         torch.mm(a.t(), b, out_dtype=torch.float32, out=out)

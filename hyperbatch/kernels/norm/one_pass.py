@@ -1,10 +1,10 @@
 """Norms of a small tensor in one launch that reads each element once (Triton).
 
-A program keeps its tile in registers between the two passes of a norm. With few rows one tile holds all of them, and
-programs are independent. Otherwise programs write their partial sums, wait for each other, and each adds up all sums
-that it needs.
+A program keeps its tile in registers between the two passes of a norm. If there are few rows, one tile holds all of
+them, and programs are independent. Otherwise programs write their partial sums, wait for each other, and each program
+adds up all sums that it needs.
 
-What the kernels compute: `kernels.norm`. References: `two_pass`, torch.batch_norm, relu, add.
+`kernels.norm` explains what the kernels compute. References: `two_pass`, torch.batch_norm, relu, add.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
@@ -50,12 +50,12 @@ from hyperbatch.kernels.norm.tiles import (
     store_normalised,
 )
 
-PER_THREAD = 64  # elements: of 16 bits, two in a register
-WHOLE_ROWS, WHOLE_COLUMNS = 1024, 16  # up to so many rows are one tile; 32 bytes of a row, the least that memory moves
+PER_THREAD = 64  # elements: of 16 bits, two per register
+WHOLE_ROWS, WHOLE_COLUMNS = 1024, 16  # up to this many rows are one tile; 32 bytes of a row, the least memory moves
 ROWS, COLUMNS = 256, 32  # of other tiles: 64 bytes of a row, and few sums for each program to add up
 PER_PROCESSOR = 2  # programs of 128 threads that run at once on a multiprocessor, however many registers they use
-NCCL_PROGRAMS = 64  # the most that NCCL ever takes
-OPAQUE = tl.constexpr(not interpreted())  # the interpreter knows no assembly
+NCCL_PROGRAMS = 64  # the most that NCCL ever launches
+OPAQUE = tl.constexpr(not interpreted())  # the interpreter does not support assembly
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -63,9 +63,9 @@ OPAQUE = tl.constexpr(not interpreted())  # the interpreter knows no assembly
 
 @triton.jit
 def _keep(tile):
-    """Hides from the compiler that these 16-bit numbers are known, so that they stay packed two in a register.
+    """Hides from the compiler where these 16-bit numbers come from, so that they stay packed two in a register.
 
-    Otherwise it would keep their fp32 values from before, in twice the registers.
+    Otherwise the compiler would keep the fp32 values from which they were computed, in twice the registers.
     """
     if OPAQUE:
         tile = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2)
@@ -74,7 +74,7 @@ def _keep(tile):
 
 @triton.jit
 def _tile(M, C, BM: tl.constexpr, BC: tl.constexpr):
-    """This program's rows and columns, its elements, and which of them exist."""
+    """Returns this program's rows and columns, its elements, and a mask of those that exist."""
     r = tl.program_id(1) * BM + tl.arange(0, BM)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     return r, c, r[:, None] * C + c[None, :], (r < M)[:, None]
@@ -96,10 +96,10 @@ def _one_pass_kernel(
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Statistics, then relu(norm(x) + shortcut)."""
+    """Computes statistics, then relu(norm(x) + shortcut)."""
     column, p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     r, c, at, inside = _tile(M, C, BM, BC)
-    # All that is read is asked for before the first sum, so that there is one wait for memory.
+    # Everything is loaded before the first sum, so that there is only one wait for memory.
     tile = tl.load(x + at, mask=inside, other=0.0)
     about = tl.load(x + p * BM * C + c).to(tl.float32)
     added = tile
@@ -127,7 +127,7 @@ def _one_pass_kernel(
 def _one_pass_backward_kernel(
     dy, x, coef, grads, part, counters, dx, M, C, MEET: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
 ):
-    """dx of relu(norm(x)), and the gradients of weight and bias."""
+    """Computes dx of relu(norm(x)), and the gradients of weight and bias."""
     column, p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     _, c, at, inside = _tile(M, C, BM, BC)
     g = tl.load(dy + at, mask=inside, other=0.0)
@@ -169,7 +169,7 @@ def _one_pass_join_backward_kernel(
     BM: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """g of relu(norm(x) + shortcut), then dx of each norm."""
+    """Computes g of relu(norm(x) + shortcut), then dx of each norm."""
     x, coef, grads = branch
     x2, coef2, grads2 = branch2
     column, p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -180,7 +180,7 @@ def _one_pass_join_backward_kernel(
     g = load_joined(joined, at, r, r, column, inside, c, C, PIXELS, WIDTH, BM, POOLED, ADD)
     g = _keep(g.to(g_out.dtype.element_ty))
     tl.store(g_out + at, g, mask=inside)
-    # Sums are those of g as it is stored: what others read.
+    # The sums are those of g as it is stored, because other kernels read that.
     first = tl.sum(g.to(tl.float32), 0)
     second = tl.sum(g.to(tl.float32) * (tile.to(tl.float32) - tl.load(coef + c)[None, :]), 0)
     if NORMS == 2:
@@ -209,7 +209,7 @@ def _one_pass_join_backward_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Tiles of one launch: a grid of `columns` by `programs`."""
+    """The tiles of one launch: a grid of `columns` by `programs`."""
 
     rows: int  # of a tile
     width: int
@@ -247,12 +247,12 @@ class Launch:
         return options | {"launch_cooperative_grid": True} if self.meets else options
 
     def partials(self, kinds: int, coef: Tensor) -> Tensor:
-        """Memory for the sums of all programs, of several kinds; something else where nobody needs them."""
+        """Memory for several kinds of sums of all programs; a placeholder if no program needs the sums of others."""
         return coef.new_empty(kinds, self.programs, coef.shape[1]) if self.meets else coef
 
 
 def _at_once() -> int:
-    """The number of programs that run at the same time. The interpreter runs one after the other.
+    """Returns the number of programs that run at the same time; 0 in the interpreter, which runs them in turn.
 
     An all-reduce may occupy as many multiprocessors as NCCL launches programs, and wait for other ranks. Programs that
     wait for each other must not need these multiprocessors. Without `leave_processors`, several ranks reserve NCCL's
@@ -272,7 +272,7 @@ def is_small(x: Tensor) -> bool:
 
 
 def forward(x: Tensor, norm: nn.BatchNorm2d, counters: Tensor, output: Output) -> Tensor:
-    """coef; fills the output."""
+    """Fills the output and returns coef."""
     m, c = matrix(x)
     launch, coef = Launch.of(m, c), new_coef(norm)
     part = launch.partials(2, coef)
@@ -283,7 +283,7 @@ def forward(x: Tensor, norm: nn.BatchNorm2d, counters: Tensor, output: Output) -
 
 
 def backward(dy: Tensor, x: Tensor, coef: Tensor, grads: NormGradients, counters: Tensor) -> Tensor:
-    """dx of relu(norm(x)); fills `grads`."""
+    """Returns dx of relu(norm(x)), and fills `grads`."""
     m, c = matrix(x)
     launch, dx = Launch.of(m, c), torch.empty_like(x)
     part = launch.partials(2, coef)
@@ -292,7 +292,7 @@ def backward(dy: Tensor, x: Tensor, coef: Tensor, grads: NormGradients, counters
 
 
 def join_backward(joined: JoinedGradient, branches: Sequence[Branch], counters: Tensor) -> list[Tensor]:
-    """dx of each branch; fills their gradients, and g and its column sums."""
+    """Returns dx of each branch, and fills their gradients, g and its column sums."""
     m, c = matrix(joined.g)
     launch, dxs = Launch.of(m, c), [torch.empty_like(branch.x) for branch in branches]
     first, last = branches[0], branches[-1]

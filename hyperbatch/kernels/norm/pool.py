@@ -1,6 +1,6 @@
 """Batch norm, ReLU and max-pool of 16-bit channels-last tensors, with nothing stored at the size of x (Triton).
 
-Reference: torch.batch_norm, relu, max_pool2d. What coef and back are: `kernels.norm`.
+Reference: torch.batch_norm, relu, max_pool2d. `kernels.norm` explains coef and back.
 
     normalise_pool          x          -> pooled; of each window the peak of x and its tap      1 read, 5/8 of a write *
     reduce_pool_gradient    g, peak    -> sums of g and g * (peak - mean) -> back               1/2 of a read
@@ -8,14 +8,14 @@ Reference: torch.batch_norm, relu, max_pool2d. What coef and back are: `kernels.
 
     * in passes over x, for a stride of 2
 
-    window (3x3, stride 2)   0 1 2      block of 2x2 pixels   . .     what apply deals out: each pixel of a block asks
-    and its taps             3 4 5      (as the stride)       . .     the few windows over it whether their tap is here,
-                             6 7 8                                    so nothing is added atomically: same bits always
+    window (3x3, stride 2)   0 1 2      block of 2x2 pixels   . .     unit of work of apply: each pixel checks
+    and its taps             3 4 5      (as the stride)       . .     whether it is the tap of the few windows over it,
+                             6 7 8                                    so there are no atomics: bits are always the same
 
-A norm and a ReLU keep the order of x (or turn it round, where the scale is negative), so a window's maximum is its peak
-of x, normalised. Peaks are compared as x, before the rounding to 16 bits: where torch sees two different values of x
-rounded to the same number and takes the first, we take the larger, as exact arithmetic would (and at a scale of 0).
-Equal values of x: the first, as torch. A window whose maximum the ReLU cut off has no tap, and passes no gradient on.
+A norm and a ReLU keep the order of x (or reverse it, if the scale is negative), so a window's maximum is its normalised
+peak of x. Peaks are compared as x, before the rounding to 16 bits. If two different values of x are rounded to the same
+number, torch takes the first, and these kernels take the larger, as exact arithmetic would (also at a scale of 0). Of
+equal values of x both take the first. A window whose maximum the ReLU set to 0 has no tap and passes no gradient on.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
@@ -36,16 +36,16 @@ from hyperbatch.kernels.norm.tiles import matrix, own_rows, reducing, sum_gradie
 
 NO_TAP = tl.constexpr(255)
 WARPS = 4
-ELEMENTS = WARPS * 32 * 8  # of a tile: 16 bytes of x a thread, so that 1-byte taps are dealt out as x is
-ACROSS = 8  # windows or blocks side by side in a tile (divides 56); the others lie below them, and share rows of x
+ELEMENTS = WARPS * 32 * 8  # of a tile: each thread has 16 bytes of x, so that 1-byte taps are distributed as x is
+ACROSS = 8  # windows or blocks side by side in a tile (divides 56); the others are below them and share rows of x
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peaks:
-    """What backward needs of each window [n, c, windows down, windows across], channels-last."""
+    """The data of each window that backward needs: [n, c, windows down, windows across], channels-last."""
 
     value: Tensor  # the x whose normalised value is the maximum
-    tap: Tensor  # uint8: where in the window it stood, in row-major order; 255: the ReLU cut it off
+    tap: Tensor  # uint8: its place in the window, in row-major order; 255 if the ReLU set it to 0
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ class Peaks:
 
 @triton.jit
 def tile_of(down, across, BI: tl.constexpr, BJ: tl.constexpr, BC: tl.constexpr):
-    """This program's image, its BI * BJ windows or blocks (rows i, columns j, inside or not), and its channels c."""
+    """Returns this program's image, its BI * BJ windows or blocks (rows i, columns j, mask), and its channels c."""
     tiles_across = tl.cdiv(across, BJ)
     r = tl.arange(0, BI * BJ)
     i = tl.program_id(0) // tiles_across * BI + r // BJ
@@ -84,13 +84,14 @@ def _pool_kernel(
     image, i, j, inside, c = tile_of(HO, WO, BI, BJ, BC)
     x += image * H * W * C
     scale, shift = tl.load(coef + 2 * C + c), tl.load(coef + 3 * C + c)
-    # fp16 is compared as it is, two values to an instruction; bf16 is widened: Triton's interpreter cannot compare it.
+    # fp16 is compared as it is, two values per instruction. bf16 is widened: Triton's interpreter cannot compare it.
     dtype: tl.constexpr = tl.float16 if x.dtype.element_ty == tl.float16 else tl.float32
     sign = tl.where(scale < 0, -1.0, 1.0).to(dtype)
     top, left = i * STRIDE - PADDING, j * STRIDE - PADDING
     for e in tl.static_range(KERNEL * KERNEL):
-        # A tap outside the image stands for the nearest one inside, under that one's number: no harm to a maximum, nor
-        # to the order of equals, and nothing to mask.
+        # A tap outside the image is replaced by the nearest one inside, with that one's number. This changes neither
+        # the maximum
+        # nor the order of equal values, and no mask is needed.
         row = tl.minimum(tl.maximum(top + e // KERNEL, 0), H - 1)
         column = tl.minimum(tl.maximum(left + e % KERNEL, 0), W - 1)
         v = tl.load(x + (row * W + column)[:, None] * C + c).to(dtype) * sign
@@ -105,7 +106,7 @@ def _pool_kernel(
     y = v * scale + shift
     at = (i * WO + j)[:, None] * C + c
     out = image * HO * WO * C
-    # Not tl.maximum: a nan goes through, as through torch's ReLU.
+    # Not tl.maximum: a nan must be kept, as in torch's ReLU.
     tl.store(pooled + out + at, tl.where(y < 0, 0.0, y).to(pooled.dtype.element_ty), mask=inside)
     tl.store(peak + out + at, v.to(peak.dtype.element_ty), mask=inside)
     tl.store(tap + out + at, tl.where(y > 0, best_tap, NO_TAP).to(tl.uint8), mask=inside)
@@ -128,7 +129,7 @@ def _pool_reduce_kernel(
     BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """As the reduction of `two_pass`, over M windows; PIXELS of x went into mean and variance."""
+    """Like the reduction of `two_pass`, over M windows. Mean and variance are those of PIXELS pixels of x."""
     programs = tl.num_programs(1)
     column, c, p, base, rows = own_rows(M, C, ROWS, BC)
     sum_g, sum_gx = sum_gradient_rows(dpooled, peak, coef, base, rows, c, C, BM, STAGES)
@@ -156,7 +157,7 @@ def _pool_apply_kernel(
     BJ: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Blocks of STRIDE x STRIDE pixels: windows LOW .. HIGH from block i (and j) on lie over its pixels."""
+    """Handles blocks of STRIDE x STRIDE pixels. Windows LOW .. HIGH from block i (and j) overlap with its pixels."""
     LOW: tl.constexpr = -((KERNEL - 1 - PADDING) // STRIDE)
     SPAN: tl.constexpr = (STRIDE - 1 + PADDING) // STRIDE - LOW + 1
     image, i, j, inside, c = tile_of(tl.cdiv(H, STRIDE), tl.cdiv(W, STRIDE), BI, BJ, BC)
@@ -178,7 +179,7 @@ def _pool_apply_kernel(
         at = (row * W + column)[:, None] * C + c
         g = tl.zeros([BI * BJ, BC], tl.float32)
         for f in tl.static_range(SPAN * SPAN):
-            # Where the pixel stands in that window.
+            # The pixel's place in that window.
             a = e // STRIDE + PADDING - STRIDE * (LOW + f // SPAN)
             b = e % STRIDE + PADDING - STRIDE * (LOW + f % SPAN)
             if a >= 0 and a < KERNEL and b >= 0 and b < KERNEL:
@@ -191,9 +192,9 @@ def _pool_apply_kernel(
 
 
 def _launch(kernel, tensors: list[Tensor], x: Tensor, pooled: Tensor, down: int, across: int, window: dict[str, int]):
-    """`down` rows of `across` windows or blocks in each image."""
+    """Launches a kernel for `down` rows of `across` windows or blocks in each image."""
     n, c, h, w = x.shape
-    channels = min(64, c & -c)  # the largest power of two that divides c: no channel is ever masked
+    channels = min(64, c & -c)  # the largest power of two that divides c, so no channel is masked
     columns = min(ACROSS, triton.next_power_of_2(across))
     rows = max(1, ELEMENTS // (channels * columns))
     kernel[(triton.cdiv(down, rows) * triton.cdiv(across, columns), c // channels, n)](
@@ -204,7 +205,7 @@ def _launch(kernel, tensors: list[Tensor], x: Tensor, pooled: Tensor, down: int,
 def normalise_pool(
     x: Tensor, coef: Tensor, *, kernel: int = 3, stride: int = 2, padding: int = 1
 ) -> tuple[Tensor, Peaks]:
-    """max_pool2d(relu(norm(x))) and what its backward needs besides x."""
+    """Returns max_pool2d(relu(norm(x))) and what its backward needs in addition to x."""
     n, c, h, w = x.shape
     down, across = ((side + 2 * padding - kernel) // stride + 1 for side in (h, w))
     pooled = torch.empty(n, c, down, across, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
@@ -217,7 +218,7 @@ def normalise_pool(
 def reduce_pool_gradient(
     dpooled: Tensor, peaks: Peaks, x: Tensor, coef: Tensor, grads: NormGradients, counters: Tensor
 ) -> None:
-    """Fills `grads` of the norm from dpooled; of x only the size counts."""
+    """Fills the norm's `grads` from dpooled. Only the size of x is used."""
     m, c = matrix(dpooled)
     tiling = reducing(m, c, elements=8192, per_processor=1)
     part = x.new_empty(2, tiling.programs, c, dtype=torch.float32)
@@ -230,7 +231,7 @@ def reduce_pool_gradient(
 def apply_pool_gradient(
     dpooled: Tensor, peaks: Peaks, x: Tensor, back: Tensor, *, kernel: int = 3, stride: int = 2, padding: int = 1
 ) -> Tensor:
-    """dx from dpooled, with the same window as in `normalise_pool`."""
+    """Computes dx from dpooled, with the same window as in `normalise_pool`."""
     dx = torch.empty_like(x)
     down, across = (triton.cdiv(side, stride) for side in x.shape[2:])
     window = {"KERNEL": kernel, "STRIDE": stride, "PADDING": padding}

@@ -1,9 +1,10 @@
-"""Batch norm after a 1x1 convolution without reading the convolution's output: its moments are those of the input.
+"""Batch norm after a 1x1 convolution without reading the convolution's output: its moments follow from the input's.
 
-z = y @ w.T is the widest tensor of a residual block: y [m, c] (rows of a channels-last tensor), w [n, c], n = 4 c. All
-that its batch norm needs follows from sums over rows that are as small as w. y' and z' are y and z about their means.
+z = y @ w.T is the widest tensor of a residual block: y [m, c] (rows of a channels-last tensor), w [n, c], n = 4 c.
+Everything that its batch norm needs can be computed from sums over rows, which are as small as w. y' and z' are y and z
+minus their means.
 
-    forward    s = sum of y's rows, G' = y'.T @ y'    taken while y = relu(norm(x)) is made: no pass of their own
+    forward    s = sum of y's rows, G' = y'.T @ y'    computed together with y = relu(norm(x)): no additional pass
                mean of z = w @ s / m,  variance of z = diagonal of w @ G' @ w.T / m
     backward   given g, the gradient of norm(z), and the sums of its columns (a, b: dz = a * g + b * z' - a * mean of g)
                P' = g.T @ y' = g.T @ y - (sum of g) s.T / m
@@ -17,8 +18,8 @@ that its batch norm needs follows from sums over rows that are as small as w. y'
                           dw, a w, back; Q, constant               small
                           dy                                       1 read of n + c columns, 1 write of c
 
-The norm so sees z before it is rounded to 16 bits. Reference: `two_pass` after torch's convolution; the tests compare
-both with float64. Partials are summed in their order: the same bits every time.
+The norm therefore uses z before it is rounded to 16 bits. Reference: `two_pass` after torch's convolution; the tests
+compare both with float64. Partials are summed in a fixed order, so the bits are always the same.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
@@ -47,7 +48,7 @@ from hyperbatch.kernels.norm.sums import (
 )
 from hyperbatch.kernels.norm.tiles import matrix, overlapping, overlaps
 
-ROW_BLOCKS = 64  # of w at most: each takes a counter
+ROW_BLOCKS = 64  # most row blocks of w; each needs a counter
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -81,10 +82,10 @@ def _product_statistics_kernel(
     mean = tl.zeros([BN], tl.float32)
     for j in range(0, C, BK):
         k = j + tl.arange(0, BK)
-        apart = tl.load(moments + C * C + k) / M  # mean of y about its centre
+        apart = tl.load(moments + C * C + k) / M  # mean of y relative to its centre
         left = tl.load(w + n[:, None] * C + k[None, :]).to(tl.float32)
         right = tl.load(moments + k[:, None] * C + c[None, :]) - apart[:, None] * total[None, :]
-        # As good as fp32: w is exact in tf32, and two parts of G' hold 22 bits.
+        # As accurate as fp32: w is exact in tf32, and two parts of G' have 22 bits.
         product = tl.dot(left, right, product, input_precision="tf32x3")
         mean += tl.sum(left * (tl.load(moments + (C + 1) * C + k) + apart)[None, :], 1)
     tl.store(centred + n[:, None] * C + c[None, :], product)
@@ -96,13 +97,13 @@ def _product_statistics_kernel(
         block = tl.arange(0, C // BC)
         of_blocks = tl.load(squares + block[:, None] * N + n[None, :], cache_modifier=".cg")
         store_partials(part, 0, 1, N, n, mean, tl.sum(of_blocks, 0))
-        tl.debug_barrier()  # stored by some threads, read by others
+        tl.debug_barrier()  # stored by some threads and read by others
         finish_statistics(part, norm, coef, n, M, N, M, 1, LOCAL)
 
 
 @triton.jit
 def _largest_to_one(values, N: tl.constexpr):
-    """The power of two that brings the largest of |values| into [1, 2)."""
+    """Returns the power of two that brings the largest of |values| into [1, 2)."""
     largest = tl.max(tl.abs(tl.load(values + tl.arange(0, N))), 0)
     return tl.exp2(-tl.floor(tl.log2(tl.minimum(tl.maximum(largest, 2.0**-100), 2.0**100))))
 
@@ -123,7 +124,7 @@ def _weight_gradient_kernel(
     BN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Some rows of P -> back and the gradients of the norm, dw, and a * w for the gradient of y."""
+    """From some rows of P, computes back, the gradients of the norm, dw, and a * w for the gradient of y."""
     if OVERLAP:
         gdc_launch_dependents()
     coef, centred, sums = kept
@@ -137,7 +138,7 @@ def _weight_gradient_kernel(
     rstd, a = tl.load(coef + N + n), tl.load(coef + 2 * N + n)
     b = -a * rstd * rstd * sum_gz / M
     tl.store(dw + at, (a[:, None] * about_mean + b[:, None] * tl.load(centred + at)).to(dw.dtype.element_ty))
-    # The norm's weight may be tiny, as after a start from 0: scaled, a * w stays a normal number of 16 bits.
+    # The norm's weight may be tiny, e.g. after a start from 0. Scaled, a * w remains a normal 16-bit number.
     unit = _largest_to_one(coef + 2 * N, N)
     if tl.program_id(0) == 0:
         tl.store(units, unit)
@@ -162,9 +163,9 @@ def _quadratic_kernel(
     BK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Q = w.T @ diag(b) @ w in 16 bits, and the constant of dy.
+    """Computes Q = w.T @ diag(b) @ w in 16 bits, and the constant of dy.
 
-    b is a mean of g * z' and can be far below g: unscaled, Q would fall among the subnormal numbers of fp16.
+    b is a mean of g * z' and can be far below g: unscaled, Q would be subnormal in fp16.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -183,7 +184,7 @@ def _quadratic_kernel(
         shift += tl.sum((tl.load(back + n) * tl.load(sum_g + n))[:, None] * right.to(tl.float32), 0)
     stored = product.to(q.dtype.element_ty)
     tl.store(q + ci[:, None] * C + cj[None, :], stored)
-    # The mean of y is taken off with Q as it is stored: what rounding did to Q meets y - mean alone.
+    # The mean of y is subtracted with Q as it is stored, so that the rounding of Q affects only y - mean.
     shift = tl.where(i == 0, shift, 0.0)
     shift += tl.sum(tl.load(sums + ci)[:, None] * stored.to(tl.float32), 0) / unit
     tl.store(part + i * C + cj, -shift / M)
@@ -213,7 +214,7 @@ def _input_gradient_kernel(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """dy = g @ (a w) + y @ Q + constant."""
+    """Computes dy = g @ (a w) + y @ Q + constant."""
     tile = tl.program_id(0) // (C // BC)
     c = tl.program_id(0) % (C // BC) * BC + tl.arange(0, BC)
     r = tl.arange(0, BM)
@@ -235,7 +236,7 @@ def _input_gradient_kernel(
         k = j + tl.arange(0, BK)
         left = tl.load(g + r[:, None] * N + k[None, :], mask=inside, other=0.0)
         product = tl.dot(left, tl.load(aw + k[:, None] * C + c[None, :]), product)
-    # A power of two: its reciprocal is exact. A division of each element would take the assembler 1.6 s more.
+    # a_unit is a power of two, so its reciprocal is exact. Dividing each element would cost the assembler 1.6 s more.
     result = product * (1.0 / a_unit) + tl.load(constant + c)[None, :]
     tl.store(dy + first * C + r[:, None] * C + c[None, :], result.to(dy.dtype.element_ty), mask=inside)
 
@@ -245,21 +246,21 @@ def _input_gradient_kernel(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProductNorm:
-    """The norm of z = y @ w.T: what normalising z and `product_backward` need."""
+    """The norm of z = y @ w.T, as needed to normalise z and for `product_backward`."""
 
-    coef: Tensor  # fp32 [4, n], as of `two_pass.statistics`
+    coef: Tensor  # fp32 [4, n], as in `two_pass.statistics`
     centred: Tensor  # fp32 [n, c]: w @ G'
     sums: Tensor  # fp32 [c]: s
     rows: int  # m
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What kernels take."""
+        """The tensors that kernels take."""
         return self.coef, self.centred, self.sums
 
 
 def _input_tiling(n: int, c: int) -> tuple[int, int, int, int, int]:
-    """Rows, columns and depth of a tile of dy; warps, stages."""
+    """Returns rows, columns and depth of a tile of dy, warps and stages."""
     warps, stages = (4, 2) if c <= 64 else (8, 3)
     return 128, min(256, c), min(64, n), warps, stages
 
@@ -267,10 +268,11 @@ def _input_tiling(n: int, c: int) -> tuple[int, int, int, int, int]:
 def product_statistics(
     y: Tensor | Moments, w: Tensor, norm: nn.BatchNorm2d, counters: Tensor, *, local: bool = False
 ) -> ProductNorm:
-    """The norm of z = y @ w.T from y or its moments; updates the running statistics (not the count of batches).
+    """Computes the norm of z = y @ w.T from y or its moments; updates the running statistics (not the batch count).
 
-    w: [n, c] or [n, c, 1, 1], both powers of two from 16 on. local: coef holds mean and variance alone, for ranks that
-    share their statistics; what such ranks do with them is theirs, product_backward knows no group.
+    w: [n, c] or [n, c, 1, 1], both powers of two from 16 on.
+    local: coef has only mean and variance, for ranks that share their statistics. Such ranks do the rest themselves:
+    product_backward does not support groups.
     """
     moments = y if isinstance(y, Moments) else moments_of(y, counters)
     n, c = w.shape[:2]
@@ -301,10 +303,10 @@ def product_backward(
     dw: Tensor,
     counters: Tensor,
 ) -> Tensor:
-    """dy of norm(y @ w.T) from g, the gradient of the norm's output; fills dw and grads.
+    """Computes dy of norm(y @ w.T) from g, the gradient of the norm's output. Fills dw and grads.
 
     sum_g: fp32 sums of g's columns (may be grads.bias itself). Statistics shared by a group of ranks need sums over the
-    group between the two passes over g: there `two_pass` is the way.
+    group between the two passes over g; use `two_pass` for them.
     """
     if grads.local:
         raise ValueError("product_backward knows no group of ranks: use reduce_gradient and apply_gradient there")

@@ -1,12 +1,12 @@
-"""How a channels-last tensor, a matrix of n*h*w rows and c columns, is divided among programs, and what a program does
-with its own rows or its own tile, in blocks of columns (Triton).
+"""How a channels-last tensor, a matrix of n*h*w rows and c columns, is divided among programs, and the operations of a
+program on its own rows or tile, in blocks of columns (Triton).
 
-Some arguments of the functions below are tuples, and keep their order wherever they go:
+Some arguments of the functions below are tuples, with the same order everywhere:
 
     norm     weight, bias, running mean, running variance, momentum, eps      `sums.operands`
     grads    back, gradient of the weight, gradient of the bias               `sums.NormGradients[:3]`
-    branch   x, coef, grads: a norm whose output went into a sum              `sums.Branch`
-    joined   dy, dy2, bits: what the gradient of that sum is made of          `JoinedGradient`
+    branch   x, coef, grads: a norm whose output is added to a sum            `sums.Branch`
+    joined   dy, dy2, bits: the parts of the gradient of that sum             `JoinedGradient`
     output   y, bits, shortcut, its coef: y = relu(norm(x) + shortcut)        `Output`
 """
 
@@ -34,9 +34,9 @@ SIZES = ("M", "ROWS", "PIXELS", "WIDTH")  # arguments whose values need no new c
 class Tiling:
     """How a matrix of m rows and c columns is divided among programs."""
 
-    rows: int  # of a tile
+    rows: int  # per tile
     columns: int
-    blocks: int  # of columns
+    blocks: int  # number of column blocks
     rows_per_program: int
     programs: int
     warps: int
@@ -44,8 +44,8 @@ class Tiling:
 
     @classmethod
     def of(cls, m: int, c: int, *, elements: int, warps: int, widest: int, programs: int, stages: int = 1) -> Tiling:
-        """Tiles of about `elements`; at least one tile a program, at most about `programs` programs in all."""
-        columns = min(widest, c & -c)  # the largest power of two that divides c: no column is ever masked
+        """Returns tiles of about `elements`: at least one tile a program, at most about `programs` programs in all."""
+        columns = min(widest, c & -c)  # the largest power of two that divides c, so no column is masked
         rows = max(1, elements // columns)
         blocks = c // columns
         share = max(1, programs // blocks)
@@ -70,12 +70,12 @@ class Tiling:
 
     @property
     def in_stages(self) -> dict[str, int]:
-        """The options of a kernel that goes through its tiles in a loop."""
+        """The options of a kernel that iterates over its tiles."""
         return self.options | {"STAGES": self.stages}
 
 
 def matrix(x: Tensor) -> tuple[int, int]:
-    """(rows, columns) of a channels-last tensor."""
+    """Returns (rows, columns) of a channels-last tensor."""
     return x.numel() // x.shape[1], x.shape[1]
 
 
@@ -86,7 +86,7 @@ def processors() -> int:
 
 @functools.cache
 def overlaps() -> bool:
-    """Whether a launch can start while the previous one still runs: from compute capability 9 on."""
+    """Whether a launch can start while the previous one still runs, as from compute capability 9 on."""
     return not interpreted() and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
@@ -101,33 +101,35 @@ def overlapping(follows: bool = True) -> dict[str, bool]:
 
 
 def streaming(m: int, c: int, *, elements: int = 4096, warps: int = 4) -> Tiling:
-    """Element by element: one tile a program, the hardware deals them out. Kernels take `own_tile`; all programs lie in
-    one axis of the grid, which has room for any number."""
+    """The tiling for elementwise kernels, which use `own_tile`: one tile per program, scheduled by the hardware. All
+    programs are on one axis of the grid, which has room for any number."""
     return Tiling.of(m, c, elements=elements, warps=warps, widest=64, programs=1 << 40)
 
 
 def sum_columns(c: int) -> int:
-    """Columns of a block whose sums are taken. Few columns make many partials for one program to add up: narrower
-    blocks share them out."""
+    """Returns the columns of a block whose sums are computed.
+
+    Few columns mean many partials, which narrower blocks divide among more programs.
+    """
     return 32 if c <= 128 else 64
 
 
 def reducing(
     m: int, c: int, *, elements: int = 4096, warps: int = 4, per_processor: int = 2, stages: int = 3
 ) -> Tiling:
-    """Sums: about as many programs as run at once, so that few partials are left; tiles are asked for ahead."""
+    """The tiling for sums: about as many programs as run at once, so that there are few partials, with loads ahead."""
     programs = per_processor * processors()
     return Tiling.of(m, c, elements=elements, warps=warps, widest=sum_columns(c), programs=programs, stages=stages)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """Memory for y = relu(norm(x) + shortcut) and one bit per element of it, and the shortcut, if there is one."""
+    """Memory for y = relu(norm(x) + shortcut) and one bit per element of it, and the shortcut if there is one."""
 
     y: Tensor
-    bits: Tensor  # y itself where no bits are wanted
+    bits: Tensor  # y itself if no bits are needed
     shortcut: Tensor | None
-    coef: Tensor | None  # of a shortcut that is to be normalised, too
+    coef: Tensor | None  # that of a shortcut that is normalised too
 
     @classmethod
     def of(cls, x: Tensor, shortcut: Tensor | None = None, coef: Tensor | None = None, *, bits: bool = False) -> Output:
@@ -137,7 +139,7 @@ class Output:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What kernels take: y in the place of what is not there."""
+        """The tensors that kernels take, with y as a placeholder for missing ones."""
         return self.y, self.bits, *(self.y if tensor is None else tensor for tensor in (self.shortcut, self.coef))
 
     @property
@@ -147,24 +149,23 @@ class Output:
 
 
 class OfMeans(NamedTuple):
-    """A gradient that came through the means of each 2x2 pixels (`kernels.average`), and is theirs: each pixel takes
-    its share of one value."""
+    """The gradient of the means of each 2x2 pixels (`kernels.average`): each pixel gets its share of one value."""
 
     gradient: Tensor
 
 
 class OfBlurred(NamedTuple):
-    """A gradient that came through a blur with a stride of 2 (`kernels.blur`), and is that of its output."""
+    """The gradient of the output of a blur with a stride of 2 (`kernels.blur`)."""
 
     gradient: Tensor
 
 
-Handed = Tensor | OfMeans | OfBlurred  # the gradient of an output that came through a shortcut
+Handed = Tensor | OfMeans | OfBlurred  # the gradient of an output that was also used as a shortcut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JoinedGradient:
-    """The gradient of the sum in relu(sum): memory for it and the sums of its columns, and what it is made of."""
+    """The gradient of the sum in relu(sum): memory for it and for its column sums, and the tensors that it needs."""
 
     g: Tensor
     sums: Tensor  # fp32
@@ -174,7 +175,7 @@ class JoinedGradient:
     @classmethod
     def of(cls, dy: Tensor, dy2: Handed | None, bits: Tensor) -> JoinedGradient:
         g = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
-        pooled = g.shape[2] * g.shape[3] > 1 and dy.stride(2) == 0 and dy.stride(3) == 0  # one value an image
+        pooled = g.shape[2] * g.shape[3] > 1 and dy.stride(2) == 0 and dy.stride(3) == 0  # one value per image
         dy = dy[:, :, 0, 0].contiguous() if pooled else channels_last(dy)
         if isinstance(dy2, OfMeans | OfBlurred):
             add, dy2 = 3 if isinstance(dy2, OfMeans) else 4, dy2.gradient
@@ -189,7 +190,7 @@ class JoinedGradient:
 
     @property
     def pixels(self) -> tuple[int, int]:
-        """Of an image, and of a line of it."""
+        """The number of pixels of an image, and of a line of it."""
         return self.g.shape[2] * self.g.shape[3], self.g.shape[3]
 
 
@@ -198,7 +199,7 @@ class JoinedGradient:
 
 @triton.jit
 def own_tile(M, C, BM: tl.constexpr, BC: tl.constexpr):
-    """Of a program of `streaming`: its column block and first element; its rows r and elements `at` from there on."""
+    """For a program of `streaming`: returns its column block and first element, its rows r, elements `at`, and mask."""
     columns = C // BC
     column, p = tl.program_id(0) % columns, tl.program_id(0) // columns
     r = tl.arange(0, BM)
@@ -208,7 +209,7 @@ def own_tile(M, C, BM: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def own_rows(M, C, ROWS, BC: tl.constexpr):
-    """Of a program of `reducing`: its column block and the columns c, its number, its first element and its rows."""
+    """For a program of `reducing`: returns its column block, columns c, number, first element and number of rows."""
     column, p = tl.program_id(0), tl.program_id(1)
     return column, column * BC + tl.arange(0, BC), p, (p * ROWS).to(tl.int64) * C, tl.minimum(M - p * ROWS, ROWS)
 
@@ -218,10 +219,10 @@ def own_rows(M, C, ROWS, BC: tl.constexpr):
 
 @triton.jit
 def sum_rows(x, base, rows, c, C, BM: tl.constexpr, STAGES: tl.constexpr):
-    """(mean, sum of squares about it)."""
+    """Returns (mean, sum of squares about it)."""
     BC: tl.constexpr = c.shape[0]
     about = tl.load(x + base + c).to(tl.float32)
-    # A tile of sums, folded once at the end: a fold in every iteration would cost more than the loads.
+    # These tiles of sums are reduced once at the end. A reduction in every iteration would cost more than the loads.
     total = tl.zeros([BM, BC], tl.float32)
     squares = tl.zeros([BM, BC], tl.float32)
     for i in tl.range(0, rows, BM, num_stages=STAGES):
@@ -239,9 +240,9 @@ def sum_rows(x, base, rows, c, C, BM: tl.constexpr, STAGES: tl.constexpr):
 def store_normalised(
     x, scale, shift, added, output, at, r, column, inside, C, SHORTCUT: tl.constexpr, BITS: tl.constexpr
 ):
-    """relu(x * scale + shift + added) of a tile, at elements `at` of y; with BITS, a bit for each, of rows r.
+    """Stores relu(x * scale + shift + added) of a tile at elements `at` of y, and with BITS a bit for each, by rows r.
 
-    SHORTCUT: what is added: 0 nothing, 1 a tensor as it is, 2 one to be normalised.
+    SHORTCUT: 0: nothing is added; 1: a tensor as it is; 2: a tensor that is normalised first.
     """
     y, bits, _, shortcut_coef = output
     BC: tl.constexpr = x.shape[1]
@@ -253,7 +254,7 @@ def store_normalised(
         v += added.to(tl.float32)
     if SHORTCUT == 2:
         v += added.to(tl.float32) * tl.load(shortcut_coef + 2 * C + c)[None, :]
-    v = tl.where(v < 0, 0.0, v).to(y.dtype.element_ty)  # a nan stays one, as in torch
+    v = tl.where(v < 0, 0.0, v).to(y.dtype.element_ty)  # a nan is kept, as in torch
     tl.store(y + at, v, mask=inside)
     if BITS:
         store_bits(bits, v, column, r, C, inside)
@@ -261,14 +262,14 @@ def store_normalised(
 
 @triton.jit
 def store_applied(g, x, a, b, d, dx, at, inside):
-    """dx = a * g + b * x + d of a tile."""
+    """Stores dx = a * g + b * x + d of a tile."""
     v = a[None, :] * g.to(tl.float32) + b[None, :] * x.to(tl.float32) + d[None, :]
     tl.store(dx + at, v.to(dx.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def store_bits(bits, v, column, r, C, inside):
-    """One bit for each element of a tile of rows r: whether v > 0."""
+    """Stores one bit for each element of a tile of rows r: whether v > 0."""
     BM: tl.constexpr = v.shape[0]
     BC: tl.constexpr = v.shape[1]
     eights = tl.reshape((v > 0).to(tl.int32), [BM, BC // 8, 8]) << tl.arange(0, 8)[None, None, :]
@@ -278,7 +279,7 @@ def store_bits(bits, v, column, r, C, inside):
 
 @triton.jit
 def sum_gradient_rows(dy, x, coef, base, rows, c, C, BM: tl.constexpr, STAGES: tl.constexpr):
-    """Sums of g and g * (x - mean), where g is dy where the ReLU let through."""
+    """Returns the sums of g and g * (x - mean), where g is dy where the ReLU passed x, else 0."""
     BC: tl.constexpr = c.shape[0]
     mean = tl.load(coef + c)[None, :]
     scale, shift = tl.load(coef + 2 * C + c)[None, :], tl.load(coef + 3 * C + c)[None, :]
@@ -298,12 +299,12 @@ def sum_gradient_rows(dy, x, coef, base, rows, c, C, BM: tl.constexpr, STAGES: t
 
 @triton.jit
 def load_spread(dy, row, c, inside, C, H, W):
-    """The gradient of pixels `row` of images of H x W from dy, that of their blur with a stride of 2."""
+    """Returns the gradient of pixels `row` in images of H x W from dy, the gradient of their blur with stride 2."""
     line, place = row % (H * W) // W, row % W
     down, across = (H + 1) // 2, (W + 1) // 2
     first = (row // (H * W) * down + line // 2).to(tl.int64) * across + place // 2
     at = dy + first[:, None] * C + c[None, :]
-    # An odd pixel lies between two values, if the second is inside; an even one has the first to itself.
+    # An odd pixel is between two values if the second is inside; an even pixel takes only the first.
     below = (line % 2 == 1) & (line // 2 + 1 < down)
     beside = (place % 2 == 1) & (place // 2 + 1 < across)
     g = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -317,10 +318,10 @@ def load_spread(dy, row, c, inside, C, H, W):
 def load_joined(
     joined, at, r, row, column, inside, c, C, PIXELS, WIDTH, BM: tl.constexpr, POOLED: tl.constexpr, ADD: tl.constexpr
 ):
-    """g = dy + dy2 where the ReLU let through, of a tile: elements `at`, bits of rows r, `row` of the whole.
+    """Loads g = dy + dy2 of a tile where the ReLU passed the sum, else 0: elements `at`, bits of rows r, global `row`.
 
-    POOLED: dy is one value for all PIXELS rows of an image. ADD: dy2 is there for 0 no pixel, 1 every one, 2 every
-    other one, both ways; 3 as `OfMeans`; 4 as `OfBlurred`.
+    POOLED: dy is one value for all PIXELS rows of an image. ADD: dy2 is added to 0: no pixel, 1: all pixels, 2: every
+    second pixel in both directions; 3: it is as in `OfMeans`; 4: as in `OfBlurred`.
     """
     dy, dy2, bits = joined
     BC: tl.constexpr = c.shape[0]
@@ -368,8 +369,11 @@ def sum_joined_rows(
     ADD: tl.constexpr,
     NORMS: tl.constexpr,
 ):
-    """Where two branches met, the gradient g goes down both, so it is stored. Its sums, and those of g * (x - mean) of
-    the NORMS branches (0 to 2) whose x is at hand. start: the first row."""
+    """Stores the gradient g, because where two branches meet it goes down both, and returns its sums.
+
+    These are the sums of g, and of g * (x - mean) for the NORMS branches (0 to 2) whose x is available. start: the
+    first row.
+    """
     BC: tl.constexpr = c.shape[0]
     dy, dy2, bits = joined
     x, coef, _ = branch
@@ -387,7 +391,7 @@ def sum_joined_rows(
         inside = (r < rows)[:, None]
         at = base + r[:, None] * C + c[None, :]
         g = load_joined(joined, at, r, start + r, column, inside, c, C, PIXELS, WIDTH, BM, POOLED, ADD)
-        # Sums are those of g as it is stored, so that both passes see the same numbers.
+        # The sums are those of g as it is stored, so that both passes use the same numbers.
         g = g.to(g_out.dtype.element_ty)
         tl.store(g_out + at, g, mask=inside)
         g = g.to(tl.float32)

@@ -1,6 +1,6 @@
 """Norms of a tensor of any size, one launch per pass: statistics, then normalise; sums of the gradient, then apply.
 
-What each computes, and what it reads and writes: `kernels.norm`. References: torch.batch_norm, relu, add.
+`kernels.norm` explains what each pass computes, reads and writes. References: torch.batch_norm, relu, add.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
@@ -67,7 +67,7 @@ def _statistics_kernel(
     STAGES: tl.constexpr,
 ):
     if OVERLAP:
-        gdc_wait()  # first: what follows reads x before it waits
+        gdc_wait()  # at once, because the following code reads x
     programs = tl.num_programs(1)
     column, c, p, base, rows = own_rows(M, C, ROWS, BC)
     mean, squares = sum_rows(x, base, rows, c, C, BM, STAGES)
@@ -123,7 +123,7 @@ def _reduce_kernel(
     STAGES: tl.constexpr,
 ):
     if OVERLAP:
-        gdc_wait()  # first: what follows reads x before it waits
+        gdc_wait()  # at once, because the following code reads x
     programs = tl.num_programs(1)
     column, c, p, base, rows = own_rows(M, C, ROWS, BC)
     sum_g, sum_gx = sum_gradient_rows(dy, x, coef, base, rows, c, C, BM, STAGES)
@@ -138,7 +138,7 @@ def _reduce_kernel(
 def _apply_kernel(
     dy, x, coef, back, dx, M, C, RELU: tl.constexpr, OVERLAP: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
 ):
-    """With RELU, dy counts where the ReLU let through. Without, dy may come from the launch before."""
+    """Computes dx. With RELU, dy counts where the ReLU passed x. Without, dy may come from the previous launch."""
     column, base, _, at, inside = own_tile(M, C, BM, BC)
     c = column * BC + tl.arange(0, BC)
     v = tl.load(x + base + at, mask=inside, other=0.0)
@@ -178,7 +178,7 @@ def _join_reduce_kernel(
     STAGES: tl.constexpr,
 ):
     if OVERLAP:
-        gdc_wait()  # first: what follows reads x before it waits
+        gdc_wait()  # at once, because the following code reads x
     programs = tl.num_programs(1)
     column, c, p, base, rows = own_rows(M, C, ROWS, BC)
     first, second, third = sum_joined_rows(
@@ -202,7 +202,7 @@ def _join_reduce_kernel(
     )
     if OVERLAP:
         gdc_launch_dependents()
-    # Partials: sums of g, then what belongs to each norm.
+    # Partials: the sums of g, then those of each norm.
     tl.store(part + p * C + c, first)
     if NORMS > 0:
         tl.store(part + (programs + p) * C + c, second)
@@ -223,9 +223,9 @@ def _join_reduce_kernel(
 
 
 def statistics(x: Tensor, norm: nn.BatchNorm2d, counters: Tensor, *, local: bool = False) -> Tensor:
-    """coef of this batch; updates the running statistics (not the count of batches).
+    """Computes coef of this batch, and updates the running statistics (not the count of batches).
 
-    local: mean and variance alone, for ranks that share their statistics.
+    local: only mean and variance, for ranks that share their statistics.
     """
     return statistics_in(reducing(*matrix(x)), x, norm, counters, local=local)[0]
 
@@ -233,7 +233,7 @@ def statistics(x: Tensor, norm: nn.BatchNorm2d, counters: Tensor, *, local: bool
 def statistics_in(
     tiling: Tiling, x: Tensor, norm: nn.BatchNorm2d, counters: Tensor, *, local: bool
 ) -> tuple[Tensor, Tensor]:
-    """(coef, [2, programs, c]: of the rows of each program, the mean and the sum of squares about it)."""
+    """Returns (coef, [2, programs, c]: for each program's rows, the mean and the sum of squares about it)."""
     m, c = matrix(x)
     part, coef = x.new_empty(2, tiling.programs, c, dtype=torch.float32), new_coef(norm)
     own = m, c, tiling.rows_per_program
@@ -244,7 +244,7 @@ def statistics_in(
 
 
 def normalise(x: Tensor, coef: Tensor) -> Tensor:
-    """relu(norm(x))."""
+    """Computes relu(norm(x))."""
     output = Output.of(x)
     fill(output, x, coef, follows=False)
     return output.y
@@ -253,7 +253,7 @@ def normalise(x: Tensor, coef: Tensor) -> Tensor:
 def join(
     x: Tensor, coef: Tensor, shortcut: Tensor, shortcut_coef: Tensor | None, *, follows: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """out = relu(norm(x) + shortcut), and its bits; with a coef the shortcut is normalised, too.
+    """Returns out = relu(norm(x) + shortcut) and its bits. With a coef the shortcut is normalised too.
 
     bits: uint8, one bit per element, in the order of memory: where out > 0.
     follows: the kernel that computes coef was launched directly before, and x and the shortcut were computed earlier.
@@ -265,7 +265,7 @@ def join(
 
 
 def fill(output: Output, x: Tensor, coef: Tensor, *, follows: bool) -> None:
-    """follows: as of `join`."""
+    """Fills the output. follows: as in `join`."""
     m, c = matrix(x)
     tiling = streaming(m, c) if output.shortcut is None else streaming(m, c, elements=2048, warps=8)
     _normalise_kernel[(tiling.blocks * tiling.programs,)](
@@ -274,7 +274,7 @@ def fill(output: Output, x: Tensor, coef: Tensor, *, follows: bool) -> None:
 
 
 def reduce_gradient(dy: Tensor, x: Tensor, coef: Tensor, grads: NormGradients, counters: Tensor) -> None:
-    """Fills `grads` of y = relu(norm(x)) from dy."""
+    """Fills the `grads` of y = relu(norm(x)) from dy."""
     m, c = matrix(x)
     tiling = reducing(m, c, elements=8192, per_processor=1)
     part = x.new_empty(2, tiling.programs, c, dtype=torch.float32)
@@ -285,7 +285,7 @@ def reduce_gradient(dy: Tensor, x: Tensor, coef: Tensor, grads: NormGradients, c
 
 
 def apply_gradient(dy: Tensor, x: Tensor, coef: Tensor, back: Tensor, *, relu: bool, follows: bool = False) -> Tensor:
-    """dx of y = norm(x), or relu of it. relu=False also when dy is masked already.
+    """Computes dx of y = norm(x), or of its relu. Use relu=False also if dy is already masked.
 
     follows: the kernel that fills `back` was launched directly before, and x (with relu also dy) was computed earlier.
     """
@@ -300,11 +300,11 @@ def apply_gradient(dy: Tensor, x: Tensor, coef: Tensor, back: Tensor, *, relu: b
 def reduce_joined_gradient(
     dy: Tensor, bits: Tensor, branches: Sequence[Branch], counters: Tensor, *, dy2: Handed | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(g, its column sums): g, the gradient of the sum in out = relu(sum), is dy (+ dy2) where `bits` are set.
+    """Returns (g, its column sums). g, the gradient of the sum in out = relu(sum), is dy (+ dy2) where `bits` are set.
 
     branches: up to two norms before the sum, whose gradients are filled.
-    A dy that repeats each image's value over its pixels (strides of 0) is read once per image. A dy2 of half as many
-    pixels each way belongs to the even ones: what a convolution of stride 2 has read.
+    A dy that repeats each image's value over its pixels (strides of 0) is read once per image. A dy2 with half as many
+    pixels in each direction belongs to the even pixels, which a convolution of stride 2 reads.
     """
     m, c = matrix(dy)
     tiling = reducing(m, c) if len(branches) == 2 else reducing(m, c, per_processor=3, stages=1)
@@ -320,7 +320,7 @@ def reduce_joined_in(
     *,
     dy2: Handed | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(g, its column sums, [1 + branches, programs, c]: of the rows of each program sums of g, of g * (x - mean))."""
+    """Returns (g, its column sums, [1 + branches, programs, c]: each program's sums of g and of g * (x - mean))."""
     joined = JoinedGradient.of(dy, dy2, bits)
     g, sums = joined.g, joined.sums
     m, c = matrix(g)

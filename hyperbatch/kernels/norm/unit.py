@@ -1,20 +1,20 @@
-"""Max-pool, batch norm and a smooth activation of 16-bit channels-last tensors, as `models.whitenet` has them (Triton).
+"""Max-pool, batch norm and a smooth activation of 16-bit channels-last tensors, as in `models.whitenet` (Triton).
 
-    y = act(norm(p) + s)    p = the maximum of each 2x2 pixels of z, or z itself; s: a shortcut, where there is one
+    y = act(norm(p) + s)    p: the maximum of each 2x2 pixels of z, or z itself; s: a shortcut, if there is one
 
-Reference: torch.max_pool2d, batch_norm, silu and gelu. What coef and back are: `kernels.norm`. Bytes, in passes over p:
+Reference: torch.max_pool2d, batch_norm, silu and gelu. `kernels.norm` explains coef and back. Bytes, in passes over p:
 
     pool_statistics     z            -> p, tap; coef of p; running statistics            4 reads, 1 1/2 writes
     activate            p            -> y                                                1 read, 1 write
     reduce              dy, p        -> sums of g and g * (p - mean) -> back             2 reads
     apply               dy, p        -> dp = a * g + b * p + d; ds = g                   2 reads, 1 write
-    apply_unpool        dy, p, tap   -> dz = dp where the maximum stood, else 0          2 1/2 reads, 4 writes
-    peak                y            -> the maximum over all pixels of an image, and where it stood
+    apply_unpool        dy, p, tap   -> dz = dp where the maximum was, else 0            2 1/2 reads, 4 writes
+    peak                y            -> the maximum over all pixels of an image, and its place
     peak_gradient       dy, tap      -> dy there, else 0
 
-A shortcut is one read more in each, and its gradient one more write. g = dy * act'(norm(p) + s) is computed anew
-wherever it is needed: its inputs are read there anyway. A tap is the place of the maximum among its four pixels, in
-row-major order; of equal ones the first, as in torch.
+A shortcut adds one read to each, and its gradient one write. g = dy * act'(norm(p) + s) is computed again wherever it
+is needed, because its inputs are read there anyway. A tap is the place of the maximum among its four pixels, in
+row-major order; of equal values it is the first, as in torch.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
@@ -48,7 +48,7 @@ SIZES = ("M", "ROWS", "H", "W")
 
 
 class Pooled(NamedTuple):
-    """The maximum of each 2x2 pixels, and which of the four it was."""
+    """The maximum of each 2x2 pixels, and which of the four pixels it is."""
 
     value: Tensor
     tap: Tensor  # uint8
@@ -81,7 +81,7 @@ def slope(u, ACT: tl.constexpr):
 
 @triton.jit
 def first_pixel(row, H, W, DOWN, ACROSS):
-    """Of the 2x2 block with this number, where an image has DOWN x ACROSS of them: its pixel, line and column."""
+    """Returns pixel, line and column of the 2x2 block with this number, in images of DOWN x ACROSS blocks."""
     image, place = row // (DOWN * ACROSS), row % (DOWN * ACROSS)
     line, column = 2 * (place // ACROSS), 2 * (place % ACROSS)
     return (image.to(tl.int64) * H + line) * W + column, line, column
@@ -122,7 +122,7 @@ def _pool_statistics_kernel(
             v = tl.load(at + ((e // 2) * W + e % 2) * C, mask=inside, other=0.0)
             larger = v.to(tl.float32) > best.to(tl.float32)  # Triton's interpreter cannot compare bf16
             place = tl.where(larger, e, place).to(tl.uint8)
-            best = tl.where(larger | (v != v), v, best)  # a nan goes through, as in torch
+            best = tl.where(larger | (v != v), v, best)  # a nan is kept, as in torch
         tl.store(pooled + base + r[:, None] * C + c[None, :], best, mask=inside)
         tl.store(tap + base + r[:, None] * C + c[None, :], place, mask=inside)
         v = tl.where(inside, best.to(tl.float32) - about[None, :], 0.0)
@@ -222,7 +222,7 @@ def _apply_kernel(
 
 @kernel(do_not_specialize=SIZES)
 def _apply_unpool_kernel(dy, x, tap, coef, back, dz, M, C, H, W, ACT: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr):
-    """A row is a block of 2x2 pixels of z; one at the lower or right edge may be cut off, and was not pooled then."""
+    """Handles one 2x2 block of z per row. A block that the lower or right edge cuts off was not pooled."""
     columns = C // BC
     column, p = tl.program_id(0) % columns, tl.program_id(0) // columns
     c = column * BC + tl.arange(0, BC)
@@ -277,9 +277,9 @@ def _peak_gradient_kernel(dpeak, tap, dy, PIXELS, C, BC: tl.constexpr):
 
 
 def pool_statistics(z: Tensor, norm: nn.BatchNorm2d, counters: Tensor, *, local: bool = False) -> tuple[Pooled, Tensor]:
-    """The pooled z and the coef of its norm; updates the running statistics (not the count of batches).
+    """Returns the pooled z and the coef of its norm. Updates the running statistics (not the count of batches).
 
-    local: mean and variance alone, for ranks that share their statistics.
+    local: only mean and variance, for ranks that share their statistics.
     """
     n, c, h, w = z.shape
     p = torch.empty((n, c, h // 2, w // 2), dtype=z.dtype, device=z.device, memory_format=torch.channels_last)
@@ -295,7 +295,7 @@ def pool_statistics(z: Tensor, norm: nn.BatchNorm2d, counters: Tensor, *, local:
 
 
 def activate(x: Tensor, coef: Tensor, act: int, shortcut: Tensor | None = None) -> Tensor:
-    """act(norm(x) + shortcut)."""
+    """Computes act(norm(x) + shortcut)."""
     m, c = matrix(x)
     y, tiling = torch.empty_like(x), streaming(m, c)
     _activate_kernel[(tiling.blocks * tiling.programs,)](
@@ -313,7 +313,7 @@ def reduce_gradient(
     act: int,
     shortcut: Tensor | None = None,
 ) -> None:
-    """Fills `grads` of y = act(norm(x) + shortcut) from dy."""
+    """Fills the `grads` of y = act(norm(x) + shortcut) from dy."""
     m, c = matrix(x)
     tiling = reducing(m, c)
     part = x.new_empty(2, tiling.programs, c, dtype=torch.float32)
@@ -338,7 +338,7 @@ def reduce_gradient(
 def apply_gradient(
     dy: Tensor, x: Tensor, coef: Tensor, back: Tensor, act: int, shortcut: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """dx of y = act(norm(x) + shortcut), and the shortcut's gradient, where there is one."""
+    """Returns dx of y = act(norm(x) + shortcut), and the shortcut's gradient if there is a shortcut."""
     m, c = matrix(x)
     dx, tiling = torch.empty_like(x), streaming(m, c)
     dshortcut = None if shortcut is None else torch.empty_like(shortcut)
@@ -351,7 +351,7 @@ def apply_gradient(
 def apply_unpool_gradient(
     dy: Tensor, pooled: Pooled, coef: Tensor, back: Tensor, act: int, *, pixels: tuple[int, int]
 ) -> Tensor:
-    """dz of y = act(norm(maximum of each 2x2 pixels of z)). pixels: of z, down and across."""
+    """Computes dz of y = act(norm(maximum of each 2x2 pixels of z)). pixels: height and width of z."""
     n, c = dy.shape[:2]
     h, w = pixels
     dz = torch.empty((n, c, h, w), dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
