@@ -2,14 +2,14 @@
 
     python -m benchmarks.airbench CHECKOUT --data DIR [--script 94|96] [--device cuda|cpu] [--runs N] [--mode NAME]
 
-CHECKOUT is a clone of github.com/KellerJordan/cifar10-airbench. Network, data, optimizers, schedule and what is timed
-are those of its scripts: the clock runs during whitening, training (of the small network that selects images, too) and
-the last evaluation, and stands still during the evaluations before. Two things are replaced as a script is read.
+CHECKOUT is a clone of github.com/KellerJordan/cifar10-airbench. Network, data, optimizers, schedule and timing are
+those of its scripts: the clock runs during whitening, training (also of the small network that selects images) and the
+last evaluation, and stops during earlier evaluations. Two things are replaced when a script is loaded.
 
---mode  the mode of torch.compile. The scripts say max-autotune, which compiles `airbench96_faster` for many minutes.
+--mode  the mode of torch.compile. The scripts use max-autotune, which compiles `airbench96_faster` for many minutes.
         On the H200 it chose cuDNN's convolutions, which reduce-overhead uses as well.
---device cpu  what a CPU lacks, of airbench94_muon alone: weights and images in fp32 with autocast to bf16 instead of
-        fp16, the host's clock; nothing is compiled.
+--device cpu  replaces what a CPU lacks, for airbench94_muon only: weights and images are in fp32 with autocast to
+        bf16 instead of fp16, the clock is the host's, and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FOR_A_CPU = (
 
 
 class Moment:
-    """What a script asks of a CUDA event."""
+    """The part of a CUDA event that a script uses."""
 
     def record(self) -> None:
         self.at_s = time.perf_counter()
@@ -59,11 +59,11 @@ def normalise(mean: Tensor, std: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda images: (images - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
 
 
-T = SimpleNamespace(Normalize=normalise)  # what a script asks of torchvision.transforms
+T = SimpleNamespace(Normalize=normalise)  # the part of torchvision.transforms that a script uses
 
 
 def load_script(path: Path, folder: Path, *, device: str) -> ModuleType:
-    """The script as a module, of which nothing has run yet."""
+    """Loads the script as a module. None of its runs has started yet."""
     source = path.read_text()
     for old, new in FOR_A_CPU if device == "cpu" else ():
         if old not in source:
@@ -81,7 +81,7 @@ def load_script(path: Path, folder: Path, *, device: str) -> ModuleType:
 
 
 def prepare_data(data: str, folder: Path) -> None:
-    """CIFAR-10 in the files that the scripts keep after their download."""
+    """Writes CIFAR-10 to the files that the scripts keep after their download."""
     folder.mkdir()
     for name, source in zip(("train", "test"), open_cifar(CIFAR10, Path(data)), strict=True):
         kept = {
@@ -101,7 +101,7 @@ def in_bf16(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def networks(script: ModuleType, device: str, mode: str) -> list[Any]:
-    """The networks that its `main` takes."""
+    """Returns the networks that the script's `main` takes."""
     if hasattr(script, "CifarNet"):
         model = script.CifarNet().to(device).to(memory_format=torch.channels_last)
         if device == "cpu":
@@ -139,7 +139,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         script = load_script(args.checkout.resolve() / name, Path(folder), device=args.device)
         ended: list[dict[str, Any]] = []
-        # The scripts hand their local variables to what prints a line; the last line of a run has them all.
+        # The scripts pass their local variables to the function that prints a line; a run's last line has all of them.
         script.__dict__["print_training_details"] = lambda found, is_final_entry: (
             ended.append(dict(found)) if is_final_entry else None
         )
@@ -159,7 +159,7 @@ def main() -> None:
                     "wall_s": time.perf_counter() - started_s,
                 }
                 if run < warm_up:
-                    about["first_run_s"] = row["wall_s"]  # compilation included
+                    about["first_run_s"] = row["wall_s"]  # includes compilation
                 else:
                     rows.append(row)
                 print(f"{name} {run}: {row['time_s']:.3f} s, {100 * row['top1']:.2f} %", file=sys.stderr, flush=True)

@@ -1,25 +1,25 @@
-"""What checkpoints and the comparison of ranks cost: python -m benchmarks.checkpoints [RECIPE] [--nproc N] [--rounds N]
-[--quiet CORES] [--out FILE] [--FIELD VALUE ...]
+"""The cost of checkpoints and of the comparison of ranks: python -m benchmarks.checkpoints [RECIPE] [--nproc N]
+[--rounds N] [--quiet CORES] [--out FILE] [--FIELD VALUE ...]
 
-The same run in several kinds, one after the other, round after round:
+In every round, the same run is made in several kinds, one after the other:
 
     off             no checkpoints, and the ranks are not compared
     hash            ranks are compared by the checksums of their weights and optimizer state
-    checkpoints     checkpoints are written beside training
-    both            as a run is by default
+    checkpoints     checkpoints are written while training continues
+    both            the default of a run
     waiting         as "both", but the run waits for each write
 
-One JSON object, with every run's row, and the medians of each kind over the rounds. All times are rank 0's:
+Prints one JSON object with a row for every run, and the medians of each kind over the rounds. All times are rank 0's:
 
     stall_share     seconds that the steps waited for checkpoints, over the seconds of the run
     hash_share      seconds of the checksums, over the seconds of the run
-    compare_share   seconds of whole comparisons over those of the run: the checksums, the look for values that are not
-                    finite, which is made in every kind, and an all-gather, in which rank 0 waits for the other ranks
+    compare_share   seconds of whole comparisons over those of the run: the checksums, the check for values that are not
+                    finite, which every kind makes, and an all-gather, in which rank 0 waits for the other ranks
     end_s           seconds that the run's end waited for the last write
-    whole_s         training, evaluation and pauses together: what the thread takes away from training shows here
+    whole_s         training, evaluation and pauses together, including time that the thread takes away from training
     over_off        whole_s over that of "off" in the same round; the noise is that between two runs of one kind
-    others_cores    CPU cores that other programs used meanwhile. With --quiet CORES a run is begun once they use fewer;
-                    if they used more during it, it is made again, and listed under "disturbed"
+    others_cores    CPU cores that other programs used meanwhile. With --quiet CORES a run starts once they use fewer;
+                    if they used more during it, it is repeated, and the first one is listed under "disturbed"
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 
 class Timed:
-    """Seconds of each call of a function."""
+    """Records the seconds of each call of a function."""
 
     def __init__(self) -> None:
         self.calls: list[float] = []
@@ -74,7 +74,7 @@ class Timed:
 
 
 def synchronised(function: Callable[[torch.Tensor], T]) -> Callable[[torch.Tensor], T]:
-    """With a wait for the device: before an evaluation or a checkpoint the host makes one in any case."""
+    """Adds a wait for the device to a function. Before an evaluation or a checkpoint the host waits in any case."""
 
     def run(tensor: torch.Tensor) -> T:
         result = function(tensor)
@@ -86,7 +86,7 @@ def synchronised(function: Callable[[torch.Tensor], T]) -> Callable[[torch.Tenso
 
 
 def one(kind: str, config: Config, result: Path) -> None:
-    """A rank of a run; rank 0 writes what it took."""
+    """Runs one rank of a run. Rank 0 writes the measured times."""
     from hyperbatch.engine import guard
     from hyperbatch.engine.guard import Guard
     from hyperbatch.engine.ranks import find_ranks
@@ -97,7 +97,7 @@ def one(kind: str, config: Config, result: Path) -> None:
     save, wait, word_sum = Saver.save, Saver.wait, sums(synchronised(guard.word_sum))
 
     def stalling(self: Saver) -> None:
-        self.wait = lambda: wait(self)  # type: ignore[method-assign]  # within a stall it is not the end's
+        self.wait = lambda: wait(self)  # inside a stall this wait does not count as the end's
         save(self)
         if kind == "waiting":
             wait(self)
@@ -105,14 +105,14 @@ def one(kind: str, config: Config, result: Path) -> None:
 
     def summing(flat: torch.Tensor) -> torch.Tensor:
         if flat.is_cuda:
-            torch.cuda.synchronize()  # what was queued before is not the sum's
+            torch.cuda.synchronize()  # work that was queued before must not count for the sum
         return word_sum(flat)
 
     Saver.save, Saver.wait = stalls(stalling), ends(wait)
     Guard.check, guard.word_sum = compared(Guard.check), summing
-    Guard._start = started(Guard._start)  # `check` returns at once where the step has been looked at
+    Guard._start = started(Guard._start)  # `check` returns at once if the step was already checked
     ranks, record = find_ranks(), train(config)
-    if ranks is None or ranks.rank != 0:  # the others wait for nothing and write nothing
+    if ranks is None or ranks.rank != 0:  # the other ranks wait for nothing and write nothing
         return
     clock = record.clock
     whole_s = clock["train_s"] + clock["capture_s"] + clock["eval_s"] + clock["pause_s"]
@@ -140,7 +140,7 @@ def one(kind: str, config: Config, result: Path) -> None:
 
 
 def measured(kind: str, recipe: str, values: dict[str, str], nproc: int) -> dict[str, Any]:
-    """A run of its own processes."""
+    """Makes one run in separate processes."""
     with tempfile.TemporaryDirectory(prefix="hyperbatch-checkpoints-", dir=Path.cwd()) as folder:
         result = Path(folder) / "result.json"
         values = {**values, "out": str(Path(folder) / "run"), "stop_at_target": "false", **KINDS[kind]}
@@ -154,13 +154,13 @@ def measured(kind: str, recipe: str, values: dict[str, str], nproc: int) -> dict
 
 
 def others_cores() -> Callable[[], float]:
-    """Begins to count the CPU cores that other programs use. What it returns says how many it was on average."""
+    """Starts to count the CPU cores that other programs use. The returned function returns their average number."""
     start, before_s = time.monotonic(), _others_s()
     return lambda: (_others_s() - before_s) / (time.monotonic() - start)
 
 
 def _others_s() -> float:
-    """Seconds of all cores that went into other programs than this one and those that it has started."""
+    """Seconds of all cores that other programs used, without this one and the programs that it has started."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().split(maxsplit=9)[1:9]]
     user, nice, system, _idle, _iowait, irq, softirq, steal = ticks
     own = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -209,10 +209,10 @@ def main() -> None:
         one(order["kind"], configured(order["recipe"], order["values"]), Path(order["result"]))
         return
     values = {flag.removeprefix("--").replace("-", "_"): text for flag, text in zip(rest[::2], rest[1::2], strict=True)}
-    configured(args.recipe, values)  # a mistake is told before anything starts
+    configured(args.recipe, values)  # reports a mistake before anything starts
     rows, disturbed = [], []
     for number in range(args.rounds):
-        # Backwards in every second round: a machine that grows faster or slower meanwhile favours no kind.
+        # Every second round is reversed, so that a machine that becomes faster or slower meanwhile favours no kind.
         for kind in list(KINDS)[:: -1 if number % 2 else 1]:
             while True:
                 wait_for_quiet(args.quiet)

@@ -5,9 +5,9 @@
     switch    +----|--------------------+    |
                    +-------------------------+
 
-Bandwidth is shaped on both ends of every link (tc tbf). Delay is not: tbf holds back what exceeds the rate and adds
-nothing to what does not, so switch points that depend on latency cannot be validated here. Ranks of one host talk over
-its loopback, which is not shaped.
+Bandwidth is shaped on both ends of every link (tc tbf). Delay is not: tbf delays only traffic that exceeds the rate, so
+switch points that depend on latency cannot be validated here. Ranks of one host communicate over its loopback, which is
+not shaped.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from hyperbatch.errors import InputError, RunFailed
 
 NAMESPACES = Path("/run/netns")
 CLONE_NEWNET = 0x40000000
-STORE_PORT = 29517  # of a namespace of our own: nobody else is there
+STORE_PORT = 29517  # in a namespace of our own, which no other program uses
 BURST_KB = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmulatedCluster:
-    """A cluster that is up. Rank r lives on host r // ranks_per_host."""
+    """A running cluster. Rank r is on host r // ranks_per_host."""
 
     hosts: int
     ranks_per_host: int
     mbit: float
     nic: str  # "rank" or "host"
-    name: str  # first part of its namespaces' names
+    name: str  # the first part of the names of its namespaces
 
     @property
     def size(self) -> int:
@@ -65,7 +65,7 @@ class EmulatedCluster:
         return f"10.77.{rail}.{host + 1}"
 
     def sent_bytes(self) -> list[list[int]]:
-        """[host][rail]: bytes sent so far, headers included."""
+        """[host][rail]: the bytes sent so far, including headers."""
         table = []
         for host in range(self.hosts):
             links = json.loads(_ip("-n", self.namespace(host), "-s", "-j", "link", "show"))
@@ -74,15 +74,17 @@ class EmulatedCluster:
         return table
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
-        """[fn(rank, *args) for each rank], each in a process on its host with gloo as the default process group.
+        """Returns [fn(rank, *args) for each rank]; each runs in a process on its host, with gloo as the default
+        backend.
 
-        fn travels by name, args and results are pickled. RunFailed says which ranks raised or did not come back.
+        fn is passed by name; args and results are pickled. RunFailed names the ranks that raised an error or did not
+        answer.
         """
-        # Not plain fork: autograd does not survive a fork once backward has run. The server imports torch once.
+        # Not a plain fork: autograd does not survive one after backward has run. The server imports torch once.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch._dynamo", "hyperbatch.comm", "benchmarks.replay"])
         waiting, processes, results = {}, [], [None] * self.size
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no name server answers in there, and c10d warns of it
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # there is no name server, about which c10d warns
         try:
             for rank in range(self.size):
                 mine, theirs = context.Pipe(duplex=False)
@@ -104,7 +106,7 @@ class EmulatedCluster:
 def emulated_cluster(
     *, hosts: int = 4, ranks_per_host: int = 2, mbit: float = 200.0, nic: str = "rank"
 ) -> Iterator[EmulatedCluster]:
-    """Builds the cluster and takes it down again. InputError says in one line why it may not."""
+    """Builds the cluster and removes it at the end. InputError says in one line why it cannot be built."""
     if nic not in ("rank", "host"):
         raise InputError(f"nic {nic!r} is unknown; choose rank (one NIC for each rank) or host (one for each host)")
     if not (1 <= hosts <= 250 and 1 <= ranks_per_host <= 250 and mbit > 0):
@@ -124,7 +126,7 @@ def emulated_cluster(
 
 
 def why_not() -> str | None:
-    """What keeps this machine from emulating one, or None."""
+    """Returns why this machine cannot emulate a cluster, or None."""
     if sys.platform != "linux":
         return "network namespaces exist on Linux only"
     for tool in ("ip", "tc"):
@@ -155,7 +157,7 @@ def _build(cluster: EmulatedCluster) -> None:
         home = cluster.namespace(host)
         _ip("netns", "add", home)
         _ip("-n", home, "link", "set", "lo", "up")
-        # With several NICs an answer may come in by another than the one the question left by.
+        # With several NICs an answer may arrive at another one than the request left by.
         filters = "for f in all default; do echo 0 > /proc/sys/net/ipv4/conf/$f/rp_filter; done"
         _ip("netns", "exec", home, "sh", "-c", filters)
         for rail in range(cluster.rails):
@@ -174,7 +176,7 @@ def _shape(device: str, mbit: float) -> list[str]:
 
 
 def _sweep() -> None:
-    """Removes what a killed run left behind. A run that still lives is known by its process id."""
+    """Removes what killed runs left behind. The process id in a name tells whether its run is still alive."""
     for path in NAMESPACES.glob("hyperbatch-*"):
         match = re.match(r"hyperbatch-(\d+)-", path.name)
         if match and not Path(f"/proc/{match[1]}").exists():
@@ -217,11 +219,11 @@ def _rank_main(cluster: EmulatedCluster, rank: int, fn: Callable, args: tuple, c
         answer = pickle.dumps((False, traceback.format_exc()))
     connection.send_bytes(answer)
     connection.close()
-    os._exit(0)  # no tidy shutdown: it would wait for ranks that may be gone
+    os._exit(0)  # no orderly shutdown: it would wait for ranks that may be gone
 
 
 def _enter(namespace: str) -> None:
-    """Before any thread is started: threads inherit it."""
+    """Enters the namespace. Call it before any thread is started, because threads inherit the namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = os.open(NAMESPACES / namespace, os.O_RDONLY)
     try:
@@ -232,7 +234,7 @@ def _enter(namespace: str) -> None:
 
 
 def _collect(waiting: dict[Any, int], results: list[Any], timeout_s: float) -> list[Any]:
-    """Results of all ranks. `waiting`, pipe -> rank, is left with the ranks that did not answer."""
+    """Returns the results of all ranks. `waiting`, pipe -> rank, keeps the ranks that did not answer."""
     deadline, failures = time.monotonic() + timeout_s, {}
     while waiting:
         ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
@@ -249,7 +251,7 @@ def _collect(waiting: dict[Any, int], results: list[Any], timeout_s: float) -> l
                 results[rank] = value
             else:
                 failures[rank] = value
-                deadline = min(deadline, time.monotonic() + 5)  # the others may be waiting for it in vain
+                deadline = min(deadline, time.monotonic() + 5)  # the other ranks may be waiting for it
     lines = [f"rank {rank}: {text}" for rank, text in sorted(failures.items())]
     lines += [f"rank {rank} did not come back" for rank in sorted(waiting.values())]
     if lines:

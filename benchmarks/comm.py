@@ -1,9 +1,9 @@
 """The exchange against its peers on an emulated cluster: `python -m benchmarks.comm --json`, as root on Linux.
 
 all-reduce   one message, each algorithm and precision, against the backend's own
-wire         bytes each NIC sent, against theory
-step         ResNet-50's gradients behind a replayed backward, against DDP; grouping, algorithm, precision one at a time
-host         what a step costs the host's main thread
+wire         bytes that each NIC sent, against theory
+step         ResNet-50's gradients after a replayed backward, against DDP; varies grouping, algorithm and precision
+host         the time that a step takes on the host's main thread
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def bench_emulated(
     backward_shares: tuple[float, ...] | None = None,
     ablate: bool = False,
 ) -> dict[str, Any]:
-    """ranks: per host. backward_shares: how long backward is, as a share of the flat exchange of the same gradients.
+    """ranks: per host. backward_shares: the length of backward, relative to the flat exchange of the same gradients.
 
-    The default takes under four minutes: a quarter. ablate: grouping, algorithm and precision one at a time, and a
-    backward as long as the exchange, too.
+    The default fraction, a quarter, takes under four minutes. ablate: varies grouping, algorithm and precision one at a
+    time, and also measures a backward as long as the exchange.
     """
     if backward_shares is None:
         backward_shares = (1.0, 0.25) if ablate else (0.25,)
@@ -88,7 +88,7 @@ def _step_rows(samples: dict[str, list[float]], share: float) -> list[dict[str, 
 
 
 def _wire_rows(wires: list[dict[str, list[int]]], settings: Settings, nic: str) -> list[dict[str, Any]]:
-    """Per algorithm: the most any host sent, by NIC, against theory."""
+    """Returns for each algorithm the most that any host sent, by NIC, and the theoretical value."""
     ranks, size = settings.ranks_per_host, settings.hosts * settings.ranks_per_host
     table = []
     for name in wires[0]:
@@ -96,7 +96,7 @@ def _wire_rows(wires: list[dict[str, list[int]]], settings: Settings, nic: str) 
         payload = settings.size_bytes // 4 // 4 * itemsize
         worst = max((wire[name] for wire in wires), key=sum)
         if name.startswith("torus"):
-            theory = 2 * (settings.hosts - 1) / settings.hosts * payload  # of a host, over all its NICs
+            theory = 2 * (settings.hosts - 1) / settings.hosts * payload  # per host, over all its NICs
         else:
             theory = 2 * (size - 1) / size * payload
         table.append(
@@ -114,7 +114,7 @@ def _wire_rows(wires: list[dict[str, list[int]]], settings: Settings, nic: str) 
 
 
 def _summary(found: dict[str, Any], table: list[dict[str, Any]]) -> dict[str, float]:
-    """The ratios that are worth a line."""
+    """Returns the most important ratios."""
     median = {row["name"]: row["median"] for row in table}
     flat = median["dist.all_reduce"]
     ratios = {

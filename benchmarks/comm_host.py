@@ -1,6 +1,6 @@
-"""What an exchange costs where nobody is to be exchanged with: one rank that talks to itself.
+"""The cost of an exchange without other ranks: a single rank that communicates with itself.
 
-host_cost_s    CPU: seconds of the main thread that hooks, launches and waits of a 161-tensor step take
+host_cost_s    CPU: seconds of the main thread for the hooks, launches and waits of a step with 161 tensors
 bench_nccl     GPU: a step of a real ResNet-50 with and without every collective going through NCCL
 """
 
@@ -26,14 +26,14 @@ from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import RankGrid, TensorSpec
 from hyperbatch.stopwatch import device_s
 
-TENSORS = 161  # ResNet-50's
-STEPS = 8  # of a sample on a GPU
+TENSORS = 161  # of ResNet-50
+STEPS = 8  # in a sample on a GPU
 
 
 def host_cost_s(rounds: int = 60) -> list[float]:
-    """Main-thread seconds a step spends on the exchange, with tensors so small that nothing else counts.
+    """Returns main-thread seconds that a step spends on the exchange, with tensors so small that nothing else counts.
 
-    With and without it in turn; a sample is the difference between neighbours.
+    Steps with and without the exchange alternate; a sample is the difference between neighbours.
     """
     specs = [TensorSpec(name=f"layer{i}", shape=(4,)) for i in range(TENSORS)]
     with _group_of_one("gloo"), closing(GridComm(RankGrid(1, 1), alone=True)) as comm:
@@ -41,7 +41,7 @@ def host_cost_s(rounds: int = 60) -> list[float]:
         plan = plan_groups(own[1].specs, "cubic")
         with closing(GradSync(own[1], plan, comm)) as sync:
             pairs = [(_step_s(*own, sync), _step_s(*bare, None)) for _ in range(rounds)]
-    return [with_it - without for with_it, without in pairs[rounds // 6 :]]  # the first ones warm up
+    return [with_it - without for with_it, without in pairs[rounds // 6 :]]  # the first sixth is warm-up
 
 
 def _small_model(specs: list[TensorSpec]) -> tuple[ReplayModel, Arena]:
@@ -54,7 +54,7 @@ def _step_s(model: ReplayModel, arena: Arena, sync: GradSync | None) -> float:
     start = time.thread_time()
     if sync is None:
         model.replay()
-        arena.collect()  # both ways end with gradients in the arena
+        arena.collect()  # in both cases the gradients end up in the arena
     else:
         sync.begin()
         model.replay()
@@ -63,7 +63,7 @@ def _step_s(model: ReplayModel, arena: Arena, sync: GradSync | None) -> float:
 
 
 def bench_nccl(*, batch: int = 256, rounds: int = 10) -> dict[str, Any]:
-    """On one GPU, every collective forced through NCCL: a ResNet-50 step in bf16 with and without the exchange."""
+    """Measures a ResNet-50 step in bf16 on one GPU with and without the exchange, every collective through NCCL."""
     device = torch.device("cuda", 0)
     torch.backends.cudnn.benchmark = True
     with _group_of_one("nccl"):
@@ -89,7 +89,7 @@ def bench_nccl(*, batch: int = 256, rounds: int = 10) -> dict[str, Any]:
                 arena.collect()
 
         def sample_s(algorithm: str | None, wire: torch.dtype | None = None) -> float:
-            """Seconds of a step, once a first one has warmed up."""
+            """Returns the seconds of a step, after a first step to warm up."""
             if algorithm is None:
                 return device_s(lambda: step(None), device=device, calls=STEPS)
             with closing(GradSync(arena, plan, comm, algorithm=algorithm, wire_dtype=wire)) as sync:
@@ -114,7 +114,7 @@ def bench_nccl(*, batch: int = 256, rounds: int = 10) -> dict[str, Any]:
 
 
 def _collectives(run: Any) -> dict[str, int]:
-    """NCCL calls of a run by name, counted by the profiler; one more all-reduce tells which parameters were used."""
+    """Counts a run's NCCL calls by name with the profiler. One more all-reduce finds out which parameters were used."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         run()
     return {event.key: event.count for event in profile.key_averages() if event.key.startswith("nccl:")}

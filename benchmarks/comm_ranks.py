@@ -1,4 +1,4 @@
-"""What one rank of the emulated cluster does for `benchmarks.comm`: interleaved rounds; the slowest rank counts."""
+"""The work of one rank of the emulated cluster for `benchmarks.comm`: interleaved rounds; the slowest rank counts."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from hyperbatch.plan.types import RankGrid
 from hyperbatch.stopwatch import slowest_s
 
 CPU = torch.device("cpu")
-GROUP_BASE = 2  # of the cubic groups: with ResNet-50's ready times its last group, which nothing hides, is under 1 MB
+GROUP_BASE = 2  # of the cubic groups: with ResNet-50's ready times the last group, which nothing hides, is under 1 MB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     hosts: int
     ranks_per_host: int
-    size_bytes: int  # of the all-reduced tensor, in fp32
+    size_bytes: int  # of the tensor that is all-reduced, in fp32
     rounds: int
-    backward_shares: tuple[float, ...]  # backward as a share of the flat exchange of a ResNet-50
+    backward_shares: tuple[float, ...]  # length of backward as a fraction of the flat exchange of a ResNet-50
     ablate: bool
 
 
 def measure(rank: int, settings: Settings) -> dict[str, Any]:
-    """{"all_reduce": {name: seconds}, "wire": {name: bytes each NIC of this host sent}, "step": {share: {...}}}."""
+    """Returns {"all_reduce": {name: seconds}, "wire": {name: bytes sent by each NIC of this host}, "step": {...}}."""
     comm = GridComm(RankGrid(settings.hosts, settings.ranks_per_host))
     with closing(comm), torch.no_grad():
         tensor = torch.zeros(settings.size_bytes // 4)
@@ -56,7 +56,7 @@ def measure(rank: int, settings: Settings) -> dict[str, Any]:
 
 
 def _wire(tensor: Tensor, comm: GridComm) -> dict[str, list[int]]:
-    """Bytes that each NIC of this host sends for a quarter of the message, headers and answers included."""
+    """Returns the bytes that each NIC of this host sends for a quarter of the message, with headers and answers."""
     sent = {}
     for algorithm in ("flat", "torus"):
         for wire in (None, BF16):
@@ -70,7 +70,7 @@ def _wire(tensor: Tensor, comm: GridComm) -> dict[str, list[int]]:
 
 
 def sent_bytes() -> list[int]:
-    """Of each NIC of the namespace this process lives in."""
+    """Returns the bytes sent by each NIC of this process's namespace."""
     with open("/proc/self/net/dev") as file:
         rows = (line.split(":") for line in file if ":" in line)
         sent = {name.strip(): int(numbers.split()[8]) for name, numbers in rows}
@@ -81,7 +81,7 @@ def sent_bytes() -> list[int]:
 
 
 def _steps(comm: GridComm, settings: Settings) -> tuple[float, dict[float, dict[str, list[float]]]]:
-    """(seconds of the flat exchange of all gradients, share -> candidate -> seconds of a replayed step)."""
+    """Returns (seconds of the flat exchange of all gradients, share -> candidate -> seconds of a replayed step)."""
     ready = recorded_ready()
     specs = {spec.name: spec for spec in tensors("resnet50")}
     ordered = [specs[name] for name in ready]
@@ -91,7 +91,7 @@ def _steps(comm: GridComm, settings: Settings) -> tuple[float, dict[float, dict[
     ddps = {"DDP default": DistributedDataParallel(plain)}
     halved = ReplayModel(ordered, list(ready.values()))
     ddps["DDP, bf16 hook"] = DistributedDataParallel(halved)
-    # Under another name: DDP refuses this hook by its name where there is no NCCL, though gloo carries bf16.
+    # Wrapped in a lambda: without NCCL, DDP rejects this hook by its name, although gloo supports bf16.
     ddps["DDP, bf16 hook"].register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
     models = [model, plain, halved]
 
@@ -133,7 +133,7 @@ def _steps(comm: GridComm, settings: Settings) -> tuple[float, dict[float, dict[
         calls["cubic groups, flat, bf16 wire"] = partial(own_step, "cubic", "flat", BF16)
         calls["cubic groups, torus"] = partial(own_step, "cubic", "torus", None)
     for name in ddps:
-        calls[name]()  # DDP lays its buckets out anew after the first step
+        calls[name]()  # DDP rebuilds its buckets after the first step
     flat_s = _flat_seconds(arena, settings.rounds)
     found = {}
     for share in settings.backward_shares:

@@ -1,12 +1,12 @@
-"""What a cold start of a recipe compiles, and what each kernel costs: for a Hopper, on a machine without any GPU.
+"""The kernels that a cold start of a recipe compiles, and the cost of each: for a Hopper, on a machine without any GPU.
 
     python -m benchmarks.compile_times resnet50 --batch 408 --sizes 224
     python -m benchmarks.compile_times cifar10 --batch 1536 --sizes 24 32
 
-A step of each image size runs on tensors without memory and asks for its kernels, as `engine.warmup` has it ask before
-a run. Each kernel is then compiled in a process of its own that is forked as `kernels.workers` forks its own, with an
-empty cache: seconds of CPU time, which other programs of the machine disturb least. The last lines are what processes
-side by side would need if each kernel went, in the order in which it was asked for, to the first one that is idle.
+A step of each image size runs on tensors without memory and requests its kernels, as `engine.warmup` does before a run.
+Each kernel is then compiled with an empty cache in a separate process, forked as `kernels.workers` forks its own. The
+tool reports seconds of CPU time, because other programs on the machine disturb it least. The last lines are the times
+of several processes if each kernel goes, in the order of the requests, to the first idle process.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -45,7 +45,7 @@ META, HOPPER, PROCESSORS = torch.device("meta"), GPUTarget("cuda", 90, 32), 132
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled:
-    """Seconds of CPU time of one kernel, and its constants."""
+    """Seconds of CPU time to compile one kernel, and its constants."""
 
     kernel: str
     triton_s: float
@@ -69,14 +69,14 @@ class PlayedHopper:
 
 
 def play() -> None:
-    """From now on the library takes tensors without memory for those of an H200."""
+    """Makes the library treat tensors without memory as tensors on an H200 from now on."""
     driver.set_active(PlayedHopper())  # pyright: ignore[reportArgumentType]
     for name, module in list(sys.modules.items()):
         if name.startswith("hyperbatch."):
             for fact, value in (("processors", PROCESSORS), ("overlaps", True)):
                 if hasattr(module, fact):
                     setattr(module, fact, lambda value=value: value)
-    fused.interpreted = kernels.interpreted = lambda: True  # tensors need not be on a GPU
+    fused.interpreted = kernels.interpreted = lambda: True  # so that tensors need not be on a GPU
     base.why_not_fused = lambda groups: None
     conv.padded = fused_network.convolution.padded = lambda images: getattr(images, "padded", images)
     muon.product_dtype = fused_muon.product_dtype = lambda h, like: h.product_dtype or torch.bfloat16
@@ -90,7 +90,7 @@ def play() -> None:
 
 
 def asked(recipe: str, batch: int, sizes: Sequence[int]) -> list[tuple[Any, Any]]:
-    """(source, options) of each kernel that a step of each size asks for, in order."""
+    """Returns (source, options) of each kernel that a step of each size requests, in order."""
     found: list[tuple[Any, Any]] = []
 
     class Pool(compiler._Pool):
@@ -113,13 +113,13 @@ def asked(recipe: str, batch: int, sizes: Sequence[int]) -> list[tuple[Any, Any]
                 micro_step(learner, part, images, labels, torch.zeros((), device=META), timer)
                 learner.optimizer.step_fused()
                 learner.sync.forget()
-    except NotImplementedError:  # once all are known
+    except NotImplementedError:  # raised when all are known
         pass
     return found
 
 
 def compiled(source: Any, options: Any) -> Compiled:
-    """In a process of its own."""
+    """Compiles a kernel in a separate process."""
     reading, writing = os.pipe()
     if os.fork() == 0:
         with tempfile.TemporaryDirectory() as cache:
@@ -140,7 +140,7 @@ def compiled(source: Any, options: Any) -> Compiled:
 
 
 def seconds() -> tuple[float, float]:
-    """CPU time of this process, and of those that it has waited for."""
+    """CPU time of this process, and of the processes that it has waited for."""
     return tuple(  # type: ignore[return-value]
         used.ru_utime + used.ru_stime
         for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

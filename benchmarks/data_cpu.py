@@ -2,12 +2,12 @@
 
     python benchmarks/data_cpu.py OUT.json [--images N] [--rounds N]
 
-Every candidate is a process of its own, with two threads or two workers, and reads the same generated 500x375 JPEGs:
+Every candidate is a separate process with two threads or two workers, and reads the same generated 500x375 JPEGs:
 random-resized crop to 224, mirrored, normalised, batches of 64. Candidates take turns, and the DataLoader runs after
-each of them: on a busy machine only neighbours in time can be compared. What counts is the processor time of the
-process and of all its children, user and system, so that work of others on the machine disturbs less. Peers that are
-not installed are left out: webdataset, DALI, SPDL, which needs FFmpeg's libraries, and FFCV, which is built from source
-with OpenCV's and libjpeg-turbo's (`data_notes.md` says how).
+each of them, because on a busy machine only neighbours in time can be compared. The measured time is the processor time
+of the process and of all its children, user and system, which other programs on the machine disturb less. Peers that
+are not installed are skipped: webdataset, DALI, SPDL, which needs FFmpeg's libraries, and FFCV, which is built from
+source with OpenCV's and libjpeg-turbo's (`data_notes.md` explains how).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ WIDTH, HEIGHT = 500, 375
 SHARDS = 4
 BASELINE = "DataLoader, folder, Pillow"
 
-Run = Callable[[], int]  # one pass; how many images it gave
+Run = Callable[[], int]  # one pass; returns the number of images
 
 
 def ours(root: Path, data: str, decoder: str) -> Run:
@@ -83,7 +83,7 @@ def spdl(root: Path) -> Run:
 
     from hyperbatch.data.source import IMAGENET_MEAN, IMAGENET_STD
 
-    io.demux_image(next((root / "tree").rglob("*.jpg")).read_bytes())  # fails where FFmpeg is missing
+    io.demux_image(next((root / "tree").rglob("*.jpg")).read_bytes())  # fails without FFmpeg
     paths = sorted((root / "tree" / "train").rglob("*.jpg"))
     views = _views(len(paths))
     mean, std = (torch.tensor(values).view(1, 1, 1, 3) * 255 for values in (IMAGENET_MEAN, IMAGENET_STD))
@@ -109,7 +109,7 @@ def spdl(root: Path) -> Run:
 
 
 def ffcv(root: Path) -> Run:
-    """JPEGs of the same quality in its own format. It draws its own crops and averages pixels where it shrinks."""
+    """JPEGs of the same quality in FFCV's format. It draws its own crops, and averages pixels to shrink images."""
     loader: Any = importlib.import_module("ffcv.loader")
     fields: Any = importlib.import_module("ffcv.fields")
     decoders: Any = importlib.import_module("ffcv.fields.decoders")
@@ -149,7 +149,7 @@ def ffcv(root: Path) -> Run:
 
 
 def _views(count: int) -> list[Any]:
-    """The crops that `hyperbatch.bench.peers` makes of images of this one size."""
+    """The crops that `hyperbatch.bench.peers` makes for images of this one size."""
     import numpy as np
 
     from hyperbatch.config import DataConfig
@@ -161,7 +161,7 @@ def _views(count: int) -> list[Any]:
 
 
 def _torch_style(root: Path) -> Callable[[bytes, int], Any]:
-    """What the DataLoader's samples are made by, for bytes."""
+    """Returns a function that makes the DataLoader's samples from bytes."""
     import io
 
     import numpy as np
@@ -199,7 +199,7 @@ CANDIDATES: dict[str, Callable[[Path], Run]] = {
 
 
 def serve(name: str, root: Path, passes: int) -> None:
-    """A pass for each line on stdin; the first one warms up."""
+    """Makes a pass for each line on stdin. The first pass, before any line, is warm-up."""
     run = CANDIDATES[name](root)
     run()
     print("ready", flush=True)
@@ -229,7 +229,7 @@ class Served:
         images = int(self._out.readline())
         seconds = time.perf_counter() - start_s
         end_cpu_s = _cpu_s(self._process.pid)
-        while (now_cpu_s := _cpu_s_later(self._process.pid)) > end_cpu_s:  # what it makes ahead belongs to its work
+        while (now_cpu_s := _cpu_s_later(self._process.pid)) > end_cpu_s:  # work done ahead counts too
             end_cpu_s = now_cpu_s
         return {"images": images, "cpu_s": end_cpu_s - start_cpu_s, "wall_s": seconds}
 
@@ -239,7 +239,7 @@ class Served:
 
 
 def _cpu_s(pid: int) -> float:
-    """Of the process and all below it, user and system."""
+    """Seconds of the process and all its descendants, user and system."""
     parents, ticks = {}, {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -293,7 +293,7 @@ def main() -> None:
                     left_out[name] = served.pop(name).why_not()
         names = [name for name in served if name != BASELINE]
         samples: dict[str, list[dict[str, float]]] = {name: [] for name in served}
-        beside: dict[str, list[dict[str, float]]] = {name: [] for name in names}  # of the baseline, right after each
+        beside: dict[str, list[dict[str, float]]] = {name: [] for name in names}  # baseline, right after each
         for turn in range(args.rounds):
             for place in range(len(names)):
                 name = names[(turn + place) % len(names)]

@@ -1,9 +1,10 @@
 """Depthwise convolutions of ConvNeXt-T, by our kernels and by torch: python -m benchmarks.depthwise [--json]
 
-Forward, input gradient (alone, and with that of the block's shortcut added) and weight gradient of each of its shapes,
-in CUDA graphs, in interleaved rounds, beside a copy that reads and writes as many bytes as the forward does. `step_ms`
-adds up what all 18 layers take in a training step: with torch, with the fastest for each shape, and if all were copies.
-Other settings (columns of a thread x warps of a program) than the kernels' own may be named:
+Measures forward, input gradient (alone, and with that of the block's shortcut added) and weight gradient of each of its
+shapes, in CUDA graphs, in interleaved rounds, and for comparison a copy that reads and writes as many bytes as the
+forward does. `step_ms` adds up the times of all 18 layers in a training step: with torch, with the fastest for each
+shape, and if all were copies. Settings (columns of a thread x warps of a program) other than the kernels' own can be
+measured too:
 
     python -m benchmarks.depthwise --dtypes fp16 --settings 4x1,4x2,4x4,7x2,7x4,2x4 --gradient-settings 4x1,4x2,4x4,2x4
 """
@@ -33,7 +34,7 @@ STAGES = ((96, 56, 3), (192, 28, 3), (384, 14, 9), (768, 7, 3))  # channels, pix
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 PASSES = ("forward", "input gradient", "input gradient + shortcut", "weight gradient")
 IN_A_STEP = ("forward", "input gradient + shortcut", "weight gradient")
-CALLS = 4  # in a graph
+CALLS = 4  # calls in a graph
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""How long an evaluation takes, as a run does it: python -m benchmarks.evaluation [--model NAME] [--precision fp16]
+"""The time of an evaluation, made as in a run: python -m benchmarks.evaluation [--model NAME] [--precision fp16]
 
-One JSON object: seconds of an evaluation of random images of CIFAR-10's size and number, for each kind of test-time
-augmentation, plain and (on a GPU) captured, and the seconds that preparing it took before the run's time would start.
+Prints one JSON object: the seconds of an evaluation of random images of CIFAR-10's size and number, for each kind of
+test-time augmentation, plain and (on a GPU) captured, and the seconds to prepare it before a run's time would start.
 """
 
 from __future__ import annotations

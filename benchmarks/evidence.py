@@ -1,8 +1,9 @@
-"""docs/evidence.md from records/: `python -m benchmarks.evidence` writes the page, its pictures, and the report and the
-table of points of each record anew.
+"""docs/evidence.md from records/: `python -m benchmarks.evidence` writes the page and its pictures, and rewrites the
+report and the table of points of each record.
 
 A record is a folder `records/<date>_<name>/` that `hyperbatch sweep PLAN.toml --out` has filled: plan, rows,
-environment, report. A README.md beside them says what the numbers mean. records/questions.toml says what they answer.
+environment, report. A README.md in the folder says what the numbers mean. records/questions.toml contains the questions
+that they answer.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ With `--out records/NAME` in place of `--row N`, the same command makes the runs
 `python -m benchmarks.evidence` writes this page from the records and from [questions.toml](../records/questions.toml).
 """
 POINTS = "points.md"
-SHORT = 8  # points of a record that the page shows; more are on the record's own
+SHORT = 8  # the most points of a record that the page shows; otherwise they are only on the record's own page
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,11 +97,11 @@ class Record:
 
 
 def load_record(folder: Path) -> Record:
-    """Rows as they are, under the names that they were written with: recipes may have changed since.
+    """Loads the rows unchanged, with the names that they were written with, because recipes may have changed since.
 
-    They are in the order of the plan, not in the one in which several processes wrote them: the first of equal points
-    wins, here as in the sweep. Whether a row confirms a search is the plan's to say: a point may have got rivals since,
-    or a search more seeds.
+    They are in the order of the plan and not in the order in which several processes wrote them, because the first of
+    equal points wins, here as in the sweep. The plan also decides whether a row confirms a search, because a point may
+    have got rivals since, or a search more seeds.
     """
     environments = json.loads((folder / ENVIRONMENT).read_text())
     plan = load_plan(folder / PLAN)
@@ -124,12 +125,12 @@ def load_record(folder: Path) -> Record:
 
 
 def load_records(root: Path) -> list[Record]:
-    """The newest first."""
+    """Loads all records, the newest first."""
     return [load_record(path.parent) for path in sorted(root.glob(f"*/{ROWS}"), reverse=True)]
 
 
 def write_all(root: Path = ROOT) -> dict[Path, str]:
-    """Every file that the tool writes, with its text."""
+    """Returns every file that the tool writes, with its text."""
     records = load_records(root / "records")
     files = {root / "docs" / "evidence.md": page(records, read_questions(root / "records" / FILE))}
     for record in records:
@@ -145,7 +146,7 @@ def picture_name(record: Record) -> str:
 
 
 def page(records: Sequence[Record], questions: Sequence[Question]) -> str:
-    """Answers first; then the records behind them in the same order, then the other ones, the newest first."""
+    """Returns the page: the answers, then the records behind them in the same order, then the others, newest first."""
     by_name = {record.name: record for record in records}
     names = [question.record for question in questions if question.record]
     behind = [by_name[name] for name in dict.fromkeys(names)]
@@ -156,7 +157,7 @@ def page(records: Sequence[Record], questions: Sequence[Question]) -> str:
 
 
 def summary(questions: Sequence[Question], records: Mapping[str, Record]) -> list[str]:
-    """A line for each question, in the order of the file, and one for what others have published."""
+    """Returns a line for each question, in the order of the file, and one for published results."""
     answers = [answered(one, records[one.record].points if one.record else []) for one in questions]
     lines = [
         [answer.question.claim, f"**{answer.verdict}**", answer.question.answer, answer.figure, _source(answer)]
@@ -234,7 +235,7 @@ def _was(count: int) -> str:
 
 
 def points_page(record: Record) -> str:
-    """A record's own page: every point, and every run that failed."""
+    """Returns a record's own page: every point, and every run that failed."""
     failed = [row for row in record.rows if row.error is not None]
     lines = [
         f"# {record.name}: all points\n",
@@ -250,7 +251,7 @@ def points_page(record: Record) -> str:
 
 
 def comparison(points: Sequence[PointResult]) -> str:
-    """Each arm at the best point of its own search."""
+    """Returns a table with each arm at the best point of its own search."""
 
     def cells(here: Sequence[PointResult | None]) -> list[str]:
         return [units.NONE if point is None else _cell(point, points) for point in here]
@@ -259,7 +260,7 @@ def comparison(points: Sequence[PointResult]) -> str:
 
 
 def _cell(point: PointResult, points: Sequence[PointResult]) -> str:
-    """Mean and interval; how many runs, what the search chose, and whether it was chosen by these very runs."""
+    """Mean and interval, number of runs, the search's choice, and whether the same runs made that choice."""
     if not point.top1.n:
         return "every run failed"
     chosen = "not confirmed" if is_unconfirmed(point, points) else ""

@@ -1,6 +1,6 @@
-"""The first step of a candidate as a user meets it: in a process of its own, with empty kernel caches.
+"""The first step of a candidate as a user experiences it: in a separate process, with empty kernel caches.
 
-Within one process only the first candidate would pay for cuDNN's trials and for kernels that others use, too.
+In a common process only the first candidate would pay for cuDNN's trials and for kernels that others use too.
 `benchmarks.step --first-step` starts it as `python -m benchmarks.first_step JSON`.
 """
 
@@ -27,9 +27,9 @@ PATIENCE_S = 1800  # max-autotune compiles for minutes
 
 
 def first_step_s(name: str, setting: Setting, batch: int, *, warm: bool = False) -> float:
-    """Seconds from building the model until its first step has finished; torch, cuDNN and cuBLAS are loaded before.
+    """Returns seconds from building the model to the end of its first step; torch, cuDNN and cuBLAS are loaded before.
 
-    name: of a candidate of `bench step`. warm: of a second process, which finds the caches of a first one.
+    name: that of a candidate of `bench step`. warm: measures a second process, which has the caches of a first one.
     """
     order = {"name": name, "batch": batch, "setting": {**asdict(setting), "device": str(setting.device)}}
     with tempfile.TemporaryDirectory(prefix="hyperbatch-kernels-") as folder:

@@ -1,10 +1,10 @@
-"""Where the time of a batch goes on its way to the GPU: what `benchmarks.loader_times` hangs onto a loader.
+"""Measures where the time of a batch goes on its way to the GPU: the instruments of `benchmarks.loader_times`.
 
     step's thread      requests | waits for the batch | launches the step, writes the journal ...
     device thread      waits for readers | uploads | decodes | waits until the last batch is cut | cuts | idle
     GPU                copy (uploads), decode (nvJPEG's stream), cut (views' stream): events on these streams
 
-Methods of this one loader are wrapped while `Watch` is entered; nothing else of it changes.
+While a `Watch` is entered, methods of one loader are wrapped; nothing else of the loader changes.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from hyperbatch.data.gpu.maker import DeviceMaker
 from hyperbatch.stopwatch import Mark, mark, seconds_between
 
 _MISSING = object()
-_CPU_EVERY = 8  # spans of requests, of which a batch has two
+_CPU_EVERY = 8  # spans of requests between two readings; a batch has two spans
 
 
 class Watch:
-    """Enter it before the loader's first batch, ask for the `report` when the device has finished."""
+    """Enter it before the loader's first batch, and call `report` when the device has finished."""
 
     def __init__(self, maker: DeviceMaker) -> None:
         self._maker, self._device = maker, maker.device
         self._spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
         self._pairs: dict[str, list[tuple[float, Mark, Mark]]] = defaultdict(list)
-        self._cpu: list[tuple[float, float, float]] = []  # (moment, CPU seconds of this process, of readers)
+        self._cpu: list[tuple[float, float, float]] = []  # (time, CPU seconds of this process, of readers)
         self._wrapped: list[tuple[object, str, object]] = []
 
     def __enter__(self) -> Watch:
@@ -71,7 +71,7 @@ class Watch:
         self._wrapped.clear()
 
     def report(self) -> dict[str, Any]:
-        """Milliseconds a batch, without the first fifth of the batches. On a GPU the device must have finished."""
+        """Returns milliseconds per batch, without the first fifth of them. On a GPU the device must have finished."""
         taken = [start for start, _ in self._spans["hand over"]]
         first = len(taken) // 5
         since_s, until_s, batches = taken[first], taken[-1], len(taken) - 1 - first
@@ -117,7 +117,7 @@ class Watch:
         }
 
     def _busy_cores(self, since_s: float, until_s: float) -> dict[str, float]:
-        """How many cores this process and those that read keep busy."""
+        """The number of cores that this process and the readers keep busy."""
         seen = [sample for sample in self._cpu if since_s <= sample[0] < until_s]
         if len(seen) < 2:
             return {}
@@ -126,7 +126,7 @@ class Watch:
 
     def _replace(self, owner: object, name: str, new: object) -> None:
         self._wrapped.append((owner, name, vars(owner).get(name, _MISSING)))
-        object.__setattr__(owner, name, new)  # also of a frozen dataclass
+        object.__setattr__(owner, name, new)  # works for a frozen dataclass too
 
     def _time(
         self,
@@ -137,7 +137,7 @@ class Watch:
         on_device: str | None = None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """on_device: its name among the GPU's stages. stream: that it runs on, where that is not the current one."""
+        """on_device: the name of its GPU stage. stream: the stream on which it runs, if that is not the current one."""
         call = getattr(owner, name)
 
         def moment() -> Mark:
@@ -200,14 +200,17 @@ class Watch:
 
 
 def cpu_s(process: int) -> float:
-    """Seconds that a process of this machine has computed so far."""
+    """Seconds of CPU time that a process of this machine has used so far."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 class InParts:
-    """A decoder that decodes a batch a few files at a time and notes how long each part took: a decoder that is slow
-    beside a step takes as long for each, one that waits for the step's end takes long for the first."""
+    """A decoder that decodes a batch a few files at a time and records the time of each part.
+
+    A decoder that is slow while a step runs takes equally long for each part. One that waits for the step's end takes
+    long for the first part.
+    """
 
     def __init__(self, decode: Decode, files_per_part: int) -> None:
         self._decode, self._files_per_part = decode, files_per_part
@@ -225,7 +228,7 @@ class InParts:
         )
 
     def median_ms(self) -> list[float]:
-        """Of the first part, the second, ..., without the first fifth of the batches."""
+        """Medians of the first part, the second, and so on, without the first fifth of the batches."""
         steady = self.batches_s[len(self.batches_s) // 5 :]
         longest = max(map(len, steady), default=0)
         return [1e3 * statistics.median(row[i] for row in steady if len(row) > i) for i in range(longest)]

@@ -1,11 +1,11 @@
-"""What may lie in the step's stream, behind the step, without holding up nvJPEG: a part of `benchmarks.loader_times`.
+"""Which work can be queued behind a step in its stream without delaying nvJPEG: a part of `benchmarks.loader_times`.
 
     step's stream     load ......................... | what is queued behind it
     nvJPEG's stream   files of a batch: copy, decoding and kernel for each
 
-While a step runs, the host queues the next one's learning rates and fetches the losses of this one. If nvJPEG's copies
-had to wait behind such a copy, decoding a batch would take as long as the rest of the step, whatever the files. Streams
-share a limited number of queues of the hardware (CUDA_DEVICE_MAX_CONNECTIONS), so several streams are tried.
+While a step runs, the host queues the learning rates of the next step and fetches the losses of this one. If nvJPEG's
+copies had to wait behind such a copy, decoding a batch would take as long as the rest of the step, whatever the files.
+Streams share a limited number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS), so several streams are tried.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hyperbatch.data.gpu.jpegs import JpegFiles
 from hyperbatch.data.source import EncodedSource
 from hyperbatch.stopwatch import mark, seconds_between, wait, wall_s
 
-LOADS = 3  # replays of the busy step: 50 ms on an H200, where decoding 400 files beside it takes 30
-STREAMS = {"high": 6, "normal": 3}  # tried beside the decoder's own
+LOADS = 3  # replays of the busy step: 50 ms on an H200, where decoding 400 files takes 30 ms at the same time
+STREAMS = {"high": 6, "normal": 3}  # tried in addition to the decoder's own
 TRIES = 2
 
 
 def queued_behind(device: torch.device) -> dict[str, Callable[[], object]]:
-    """What may be queued, by name."""
+    """The kinds of work that may be queued, by name."""
     there, other = (torch.zeros(16, device=device) for _ in range(2))
     here = torch.zeros(16, pin_memory=device.type == "cuda")
     alone: dict[str, Callable[[], object]] = {
@@ -45,7 +45,7 @@ def queued_behind(device: torch.device) -> dict[str, Callable[[], object]]:
 def decoded_beside(
     decode: Callable[[], object], load: Callable[[], object], queued: Callable[[], object], device: torch.device
 ) -> tuple[float, float]:
-    """(seconds that decoding takes, seconds that the load takes) where both start together."""
+    """Returns (seconds of decoding, seconds of the load) if both start together."""
     wait(device)
     start = mark(device)
     load()
@@ -57,7 +57,7 @@ def decoded_beside(
 
 
 def wall_without_waiting(run: Callable[[], object]) -> float:
-    """Of a call that returns when its own work is done, while the device is busy with other work."""
+    """Times a call that returns when its own work is done, while the device is busy with other work."""
     return wall_s(run, device=torch.device("cpu"))
 
 
@@ -72,7 +72,7 @@ def files_of(source: EncodedSource, count: int) -> JpegFiles:
 
 
 def probe(source: EncodedSource, count: int, device: torch.device) -> dict[str, Any]:
-    """On a GPU with decoding units; without them there is nothing to say."""
+    """Runs the probe on a GPU with decoding units. Without them there is nothing to measure."""
     hardware = nvjpeg.hardware_decoder(device)
     if hardware is None:
         return {"left_out": "no decoding units"}
@@ -96,7 +96,7 @@ def probe(source: EncodedSource, count: int, device: torch.device) -> dict[str, 
     rows = []
     try:
         for name, queued in queued_behind(device).items():
-            queued()  # what is loaded at the first call
+            queued()  # loads whatever the first call loads
             found = []
             for stream in streams:
                 caller._stream = stream
@@ -108,8 +108,11 @@ def probe(source: EncodedSource, count: int, device: torch.device) -> dict[str, 
 
 
 def row_of(name: str, found: list[list[tuple[float, float]]]) -> dict[str, Any]:
-    """found: for each stream (seconds of decoding, seconds of the load) of each try. A stream is held up where decoding
-    never ended before the load."""
+    """Returns the row of one kind of queued work.
+
+    found: for each stream, (seconds of decoding, seconds of the load) of each try. A stream counts as held up if
+    decoding never ended before the load.
+    """
     return {
         "queued": name,
         "decode_ms": [1e3 * min(decode_s for decode_s, _ in tries) for tries in found],

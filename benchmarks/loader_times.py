@@ -1,20 +1,20 @@
-"""Where the time between JPEG files and weights goes: a training fed by one loader after the other, in one process.
+"""Where the time between JPEG files and weights goes: training runs with one loader after the other, in one process.
 
     python -m benchmarks.loader_times OUT.json [--seconds 90]
 
 ResNet-50, batch 400, as `bench step --data generated` trains it: on synthetic pixels, on JPEG files of 500x375 and on
 shards of 256 px. The learner is built and its steps are captured once; each row is a run of the engine's loop from the
-same weights. What is asked, the most important first:
+same weights. The measurements, the most important first:
 
     default            img/s, and a breakdown of a batch by thread, stage and stream (loader_marks.py)
-    rates first        learning rates are sent to the device before the step's batch is there, as they once were
-    queued             what may be queued behind a step without holding up nvJPEG (loader_probe.py)
-    share S            S of the JPEGs are decoded by the cores; 1.0: all
-    rates aside        they are sent at once, on a stream of their own, and a kernel puts them where the step reads them
-    in parts           nvJPEG gets a few files at a time: is each part slow, or the first alone?
+    rates first        learning rates are sent to the device before the step's batch is ready, as in an earlier version
+    queued             what can be queued behind a step without delaying nvJPEG (loader_probe.py)
+    share S            the CPU cores decode this share of the JPEGs; 1.0: all
+    rates aside        rates are sent at once on a separate stream, and a kernel copies them to the step's table
+    in parts           nvJPEG gets a few files at a time: is each part slow, or only the first?
 
-The file is written anew after each answer; what fails, or does not fit into --seconds, is named. On a CPU
-the cores decode in nvJPEG's place and views are blank: that shows that everything runs, and nothing else.
+The file is rewritten after each measurement; it names the ones that failed or did not fit into --seconds. On a CPU the
+cores decode in nvJPEG's place and views are blank: this only shows that everything runs.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ from hyperbatch.plan.inventory import usual_data
 from hyperbatch.stopwatch import wait
 from hyperbatch.tables import text_table
 
-SHARES = (0.0, 0.5, 0.7, 1.0)  # beside the default
+SHARES = (0.0, 0.5, 0.7, 1.0)  # in addition to the default
 FILES_PER_PART = 40
 
 
 class Bench:
-    """Runs of one learner, fed by one loader after the other."""
+    """Runs one learner with one loader after the other."""
 
     def __init__(self, setting: Setting, batch: int, steps: int, forms: Sequence[Form], scratch: Path) -> None:
         self.device, self.batch, self._scratch = setting.device, batch, scratch
@@ -90,8 +90,11 @@ class Bench:
     def train(
         self, form: Form, name: str, share: float | None, prepare: Callable[[TrainLoader], None] = lambda loader: None
     ) -> dict[str, Any]:
-        """The row of a run. share: of the JPEGs that cores decode; None: there are no JPEGs. prepare: is given the
-        loader before the run."""
+        """Returns the row of a run.
+
+        share: the share of JPEGs that cores decode; None if there are no JPEGs. prepare: is called with the loader
+        before the run.
+        """
         train_set, eval_set = self.data[form.name]
         out = self._scratch / f"run-{self._count}"
         out.mkdir()
@@ -162,7 +165,7 @@ class Bench:
 
 
 class CpuMaker(DeviceMaker):
-    """In the place of the GPU's, where there is none."""
+    """Replaces the GPU's maker on a machine without a GPU."""
 
     def _render(self, draft: Draft) -> Batch:
         count, size = len(draft.images), draft.plan.size
@@ -171,7 +174,7 @@ class CpuMaker(DeviceMaker):
 
 
 def decode_on_cores(files: JpegFiles, device: torch.device) -> Decoded:
-    """In nvJPEG's place, where there is none."""
+    """Replaces nvJPEG on a machine without a GPU."""
     contents = [bytes(content.numpy()) for content in files.contents()]
     pixels = [decode_full(data, "a file", decoder=choose_decoder("auto")) for data in contents]
     return Decoded.of([torch.from_numpy(image.transpose(2, 0, 1).copy()).to(device) for image in pixels])
@@ -182,7 +185,7 @@ def decode_on_cores(files: JpegFiles, device: torch.device) -> Decoded:
 
 @contextlib.contextmanager
 def rates_first() -> Iterator[None]:
-    """Rates are sent before the batch is there."""
+    """Sends rates before the batch is ready."""
     train_stride = loop.train_stride
 
     def early(runner: StepRunner, stride: Any, batches: Any, timer: Any, rates: Any = None) -> Any:
@@ -199,8 +202,11 @@ def rates_first() -> Iterator[None]:
 
 @contextlib.contextmanager
 def rates_aside(kept: RateTable, device: torch.device) -> Iterator[None]:
-    """No copy to the device ever waits for a step: it is made at once, on a stream of its own, into new memory, and a
-    kernel, which must wait, takes it from there."""
+    """Sends rates so that no copy to the device waits for a step.
+
+    The copy is made at once, on a separate stream, into new memory, from which a kernel, which must wait, copies the
+    rates.
+    """
     aside = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def write(rates: Sequence[tuple[float, ...]]) -> None:
@@ -227,7 +233,7 @@ def rates_aside(kept: RateTable, device: torch.device) -> Iterator[None]:
 
 
 def watched(bench: Bench, form: Form, share: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(row, breakdown) of a run with marks."""
+    """Returns (row, breakdown) of a run with marks."""
     with contextlib.ExitStack() as held:
         watches: list[Watch] = []
 
@@ -256,30 +262,30 @@ def in_parts(bench: Bench, form: Form, share: float) -> dict[str, Any]:
 
 
 class Answers:
-    """Writes what is known so far, and knows what there is still time for."""
+    """Writes the results so far, and decides which measurements there is still time for."""
 
     def __init__(
         self, out: Path, seconds: float, *, now: Callable[[], float] = time.perf_counter, **about: Any
     ) -> None:
         self._out, self._about = out, about
         self._now, self._start_s, self._seconds = now, now(), seconds
-        self._longest_s = 0.0  # of the answers since steps were captured
+        self._longest_s = 0.0  # the longest measurement since steps were captured
         self.rows: list[dict[str, Any]] = []
         self.more: dict[str, Any] = {"breakdown": {}, "left_out": [], "failed": {}}
 
     def ask(self, what: str, answer: Callable[[], object]) -> None:
-        """Unless it would take longer than there is time, if it took as long as the longest so far."""
+        """Makes a measurement, unless it would exceed the time if it took as long as the longest so far."""
         start_s, known = self._now(), len(self.rows)
         if start_s - self._start_s + self._longest_s > self._seconds:
             self.more["left_out"].append(what)
             return
         try:
             answer()
-        except Exception as error:  # the other answers are worth having
+        except Exception as error:  # the other results are still useful
             self.more["failed"][what] = f"{type(error).__name__}: {error}"
             harness.say(f"{what} failed: {error}")
         end_s = self._now()
-        if known:  # the first builds what the others find
+        if known:  # the first one builds what the others reuse
             self._longest_s = max(self._longest_s, end_s - start_s)
         speed = f", {self.rows[-1]['mean']:,.0f} img/s" if len(self.rows) > known else ""
         harness.say(f"{what}: {end_s - start_s:.1f} s{speed} ({end_s - self._start_s:.0f} s so far)")
@@ -329,7 +335,7 @@ def ask_all(bench: Bench, answers: Answers, synthetic: Form, forms: Sequence[For
 
 
 def table(report: dict[str, Any]) -> list[str]:
-    """For people."""
+    """Formats the report as text."""
     alone = next((row["mean"] for row in report["rows"] if row["share"] is None), None)
     titles = ("run", "img/s", "of synthetic", "step ms", "data wait ms")
     cells = [
@@ -388,7 +394,7 @@ def main(arguments: Sequence[str]) -> None:
         device=device,
     )
     about: dict[str, Any] = {"model": model, "batch": batch, "steps": options.steps, "image_size": setting.image_size}
-    about["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")  # queues of the hardware that streams share
+    about["connections"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")  # hardware queues that streams share
     answers = Answers(options.out, options.seconds, **about)
     with (
         tempfile.TemporaryDirectory(prefix="hyperbatch-bench-") as scratch,

@@ -1,16 +1,16 @@
-"""What it costs many ranks to meet: CPU time of the store, which is a single thread, and open files of a rank.
+"""The cost for many ranks to join: CPU time of the store, which is a single thread, and open files of a rank.
 
     python -m benchmarks.many_ranks OUT.json [--ranks 16,64,256]
 
-Each rank is a process of this host that opens a process group, creates the groups of an 8-wide grid and sums once in
-each. The store runs in a process of its own, as torchrun's does.
+Each rank is a process of this host that opens a process group, creates the groups of an 8-wide grid and makes one
+all-reduce in each. The store runs in a separate process, as torchrun's does.
 
     torch         init_process_group with the agent's store: gloo connects every pair of ranks
     hyperbatch    engine.ranks.join: the ranks meet in a fresh part of the store, and many ranks connect late
 
-Afterwards hyperbatch's ranks send heartbeats and look for a preemption for ten seconds, as ranks that train do. Then
-one of them gets a signal, and all agree on a last step. Wall times say how many ranks share this host's cores, and are
-not kept.
+Afterwards hyperbatch's ranks send heartbeats and check for a preemption for ten seconds, as training ranks do. Then one
+of them gets a signal, and all agree on a last step. Wall times depend on how many ranks share this host's cores, and
+are not recorded.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -48,7 +48,7 @@ Row = dict[str, Any]
 def rank_body(
     arm: str, rank: int, world_size: int, port: int, said: SimpleQueue[int], go_on: Any, preempt: Any
 ) -> None:
-    """One rank, which reports its open files when it has exchanged something in every group."""
+    """Runs one rank, which reports its open files after one exchange in every group."""
     torch.set_num_threads(1)
     ranks = Ranks(
         rank=rank,
@@ -86,7 +86,7 @@ def rank_body(
                 while preemption.may_begin(step := step + 1):
                     time.sleep(0.1)
                 said.put(step)
-    os._exit(0)  # the way out is not measured
+    os._exit(0)  # the shutdown is not measured
 
 
 def exchange_once(world_size: int) -> None:

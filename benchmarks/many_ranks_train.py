@@ -1,4 +1,4 @@
-"""What a training run costs with many ranks on one host: memory, open files, messages to the terminal.
+"""The cost of a training run with many ranks on one host: memory, open files, messages to the terminal.
 
     python -m benchmarks.many_ranks_train OUT.json [--ranks 16,64,128]
 
@@ -6,10 +6,10 @@ Each rank is a forked process that trains the network of `digits` on random imag
 steps, an evaluation and a checkpoint, twice. Then
 
     resumed    half as many ranks continue the run from its checkpoint for four steps
-    killed     a rank of another run is killed in its third step: how many of the others name it
+    killed     a rank of another run is killed in its third step; the tool counts how many of the others name it
 
-Rank 0 also receives the batch-norm statistics of a ResNet-50 from every rank, as at each of its checkpoints.
-Wall times say how many ranks share this host's cores, and are not kept.
+Rank 0 also receives the batch-norm statistics of a ResNet-50 from every rank, as at each of its checkpoints. Wall times
+depend on how many ranks share this host's cores, and are not recorded.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # every rank would import it
+import torch._dynamo  # otherwise every rank would import it
 import torch.multiprocessing as processes
 
 import hyperbatch
@@ -39,14 +39,14 @@ from hyperbatch.errors import RunFailed
 from hyperbatch.recipes import get_recipe
 
 _COLUMNS = 8
-_STATISTICS = 53_120  # of ResNet-50: running means and variances
+_STATISTICS = 53_120  # ResNet-50's running means and variances
 _TIMEOUT_S = 300.0
 
 Row = dict[str, Any]
 
 
 def config(ranks: int, out: Path, **values: Any) -> Config:
-    """ranks: for the global batch, which stays the same when fewer continue."""
+    """ranks: sets the global batch, which stays the same when fewer ranks continue."""
     return get_recipe("digits").override(
         dataset="synthetic",
         train_samples=64 * ranks,
@@ -93,7 +93,7 @@ def rank_body(config: Config, rank: int, world_size: int, port: int, killed: int
     try:
         loop.run(config, ranks)
     except RunFailed as error:
-        found["error"] = str(error)[:80]  # all that the ranks say must fit into the pipe
+        found["error"] = str(error)[:80]  # all messages of the ranks must fit into the pipe
     said.put((rank, found))
     os._exit(0)
 
@@ -104,9 +104,9 @@ def private_mb() -> float:
 
 
 def statistics_mb(ranks: Ranks) -> float:
-    """By how much this process grows at most while rank 0 receives the statistics."""
+    """Returns the most by which this process grows while rank 0 receives the statistics."""
     buffers = {"means and variances": torch.ones(_STATISTICS), "count": torch.tensor(1)}
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
     before = peak_mb()
     snapshot.gather_rows(buffers, ranks)
     return peak_mb() - before
@@ -118,7 +118,7 @@ def peak_mb() -> float:
 
 
 def run(config: Config, world_size: int, errors: Path, killed: int = -1) -> dict[int, Row]:
-    """What each rank has measured; those that have died are missing."""
+    """Returns the measurements of each rank. Ranks that died are missing."""
     context = processes.get_context("fork")
     ports: SimpleQueue[tuple[int, int]] = context.SimpleQueue()
     said: SimpleQueue[tuple[int, Row]] = context.SimpleQueue()

@@ -1,11 +1,12 @@
-"""What it costs to open a packed set of ten million samples: seconds, and memory of each of a host's ranks.
+"""The cost of opening a packed set of ten million samples: seconds, and memory of each of a host's ranks.
 
     python benchmarks/many_samples.py OUT.json [--samples N] [--ranks N]
 
 The index is real; the shards are files of the right size without content, so no image can be read. Every rank is a
 process that opens the training set as `train` does, looks up a batch of samples and hashes the sample list. The first
-to open makes the file that all of them share. Memory is what Linux says in /proc/self: "private" is what a rank has
-alone, "rss" counts shared pages for each rank that touches them, "pss" divides them by the ranks.
+one to open it writes the file that all of them share. Memory is read from Linux's /proc/self: "private" is memory that
+belongs to one rank alone, "rss" counts shared pages for each rank that touches them, and "pss" divides them by the
+ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 import hyperbatch
 from hyperbatch.data.shards import INDEX_DTYPE, MANIFEST, Manifest, Shard, ShardSource, Split, index_path, read_manifest
 
-_IMAGE_BYTES = 110_000  # ImageNet's mean
+_IMAGE_BYTES = 110_000  # the mean of ImageNet
 _SHARD_BYTES = 512 << 20
 _CLASSES = 1000
 _BATCH = 256
@@ -59,7 +60,7 @@ def _write_split(folder: Path, split: str, samples: int, rng: np.random.Generato
 
 
 def rank(folder: Path) -> None:
-    """One rank, measured: a line when it has opened the set, and one when others may have ended, too."""
+    """Measures one rank. It prints a line when it has opened the set, and one after all ranks have done so."""
     from hyperbatch.data.identity import sample_list
 
     before = _memory_mb()
@@ -74,7 +75,7 @@ def rank(folder: Path) -> None:
     sample_list(source)
     hashed_s = time.perf_counter() - start_s
     print("ready", flush=True)
-    input()  # until all have come so far, so that pss is that of a whole host
+    input()  # waits until all ranks have come this far, so that pss is that of a whole host
     row = {
         "open_s": opened_s,
         "open_cpu_s": opened_cpu_s,
@@ -95,7 +96,7 @@ def _memory_mb() -> dict[str, float]:
 
 
 def measure(folder: Path, ranks: int) -> list[dict[str, object]]:
-    """All ranks at once."""
+    """Runs all ranks at once."""
     command = [sys.executable, __file__, "--rank", str(folder)]
     processes = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(ranks)

@@ -1,10 +1,10 @@
-"""How many JPEGs a second the GPU decodes, alone and beside a step: by torchvision, and by the loader's own calls.
+"""JPEGs per second that the GPU decodes, alone and during a step: with torchvision, and with the loader's own calls.
 
     python -m benchmarks.nvjpeg OUT.json
 
-A batch of 400 files in pinned memory is decoded again and again, for a second: by one to three callers of nvJPEG at a
-time, with its buffers from a pool and without. The step is a CUDA graph of large products that keeps the GPU busy, and
-`load` is how many times as long it takes. Every candidate's pixels are compared with torchvision's first.
+A batch of 400 files in pinned memory is decoded repeatedly for a second: by one to three callers of nvJPEG at a time,
+with and without a pool for its buffers. The step is a CUDA graph of large products that keeps the GPU busy; `load` is
+its time during decoding divided by its time alone. First, every candidate's pixels are compared with torchvision's.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def busy_step() -> Callable[[], None]:
         for _ in range(100):
             torch.mm(a, b, out=c)
             c.relu_()
-    return lambda _kept=(a, b, c): graph.replay()  # which knows its tensors by their addresses only
+    return lambda _kept=(a, b, c): graph.replay()  # the graph refers to its tensors only by their addresses
 
 
 def generated(width: int, height: int) -> JpegFiles:
@@ -81,7 +81,7 @@ def candidates(files: JpegFiles) -> Iterator[tuple[str, Callable[[], object]]]:
         return
     for callers in (1, 2, 3):
         for pool in (True, False):
-            # `allocate` is what makes the library take its buffers from a pool.
+            # `allocate` makes the library take its buffers from a pool.
             used: Any = api if pool else SimpleNamespace(**{**vars(api), "allocate": lambda *_: 0})
             decoder = HardwareDecoder(used, DEVICE, callers=callers)
             decoded = nvjpeg.decode_with(decoder, files, DEVICE)
@@ -92,7 +92,7 @@ def candidates(files: JpegFiles) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def measured(decode: Callable[[], object], step: Callable[[], None], step_s: float) -> dict[str, float]:
-    """Images a second alone and beside the step, and how much longer the step takes then."""
+    """Returns images per second alone and during the step, and the factor by which the step gets longer."""
     rate(decode, SECONDS / 4)
     alone = rate(decode, SECONDS)
     beside: list[float] = []

@@ -19,7 +19,7 @@ def points_of(recipe: str, **options: Any) -> list[dict[str, Any]]:
 
 
 def efficiency_chart(recipe: str, cluster: str, gpus: Sequence[int], batch_per_rank: int) -> Chart:
-    """Weak scaling: part of the single-device speed that is left, per algorithm."""
+    """Weak scaling: each algorithm's fraction of the speed of a single device."""
     series = {
         name: [
             (point["gpus"], point["efficiency"])
@@ -32,7 +32,7 @@ def efficiency_chart(recipe: str, cluster: str, gpus: Sequence[int], batch_per_r
 
 
 def strong_scaling_chart(recipe: str, cluster: str, gpus: Sequence[int]) -> Chart:
-    """Images per second at the recipe's own batch, beside what perfect scaling would give."""
+    """Images per second at the recipe's own batch, and those of perfect scaling."""
     points = points_of(recipe, cluster=cluster, gpus=gpus)
     got = [(point["gpus"], point["images_per_s"]) for point in points]
     perfect = [(count, got[0][1] * count / gpus[0]) for count in gpus]
@@ -42,7 +42,7 @@ def strong_scaling_chart(recipe: str, cluster: str, gpus: Sequence[int]) -> Char
 
 
 def grouping_chart() -> Chart:
-    """Exposed communication against the number of groups on Fujitsu's 2,048 V100: their two ideas, and the least."""
+    """Exposed communication against the number of groups on Fujitsu's 2,048 V100: two groupings, and the optimum."""
     job = resolve("fujitsu_resnet50", "abci", 2048)
     phase = resolve_all(job.config, job.cluster.device.memory_bytes, job.ranks)[0]
 

@@ -1,13 +1,12 @@
-"""A data set in pieces that a machine with little room for transfers can be sent: tars of JPEGs, packed with xz.
+"""Divides a data set into pieces for a machine that can receive only small files: tars of JPEGs, packed with xz.
 
     git clone --bare https://github.com/seshuad/IMagenet tiny.git
     python -m benchmarks.pieces tiny.git tiny-imagenet-200 OUT --piece-mb 48
 
-It reads the newest commit of a bare clone and writes OUT/train-0.tar.xz, OUT/train-1.tar.xz, ..., OUT/val-0.tar.xz
-with members SPLIT/CLASS/FILE, which `--data OUT` reads as they are (docs/data.md, layout `tars`), and classes.txt. The
-bytes of the JPEGs are not touched; their order is shuffled, always in the same way. Two layouts are known:
-SPLIT/CLASS/FILE (Imagenette) and Stanford's Tiny ImageNet, whose validation images are sorted into classes by
-val_annotations.txt.
+It reads the newest commit of a bare clone and writes OUT/train-0.tar.xz, OUT/train-1.tar.xz, ..., OUT/val-0.tar.xz with
+members SPLIT/CLASS/FILE, which `--data OUT` reads as they are (docs/data.md, layout `tars`), and classes.txt. The bytes
+of the JPEGs are unchanged; their order is shuffled, always in the same way. Two layouts are supported: SPLIT/CLASS/FILE
+(Imagenette) and Stanford's Tiny ImageNet, whose validation images are sorted into classes by val_annotations.txt.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-PACKED = 0.8  # share of their bytes that xz leaves of small JPEGs in a tar, headers included; pieces are cut by it
+PACKED = 0.8  # fraction to which xz compresses small JPEGs in a tar, including headers; determines the number of pieces
 
 
 def git(repo: Path, *words: str) -> str:
@@ -29,7 +28,7 @@ def git(repo: Path, *words: str) -> str:
 
 
 def members(repo: Path, root: str) -> dict[str, list[tuple[str, str, int]]]:
-    """split -> (name in the tar, blob, bytes) of every image."""
+    """Returns split -> (name in the tar, blob, bytes) of every image."""
     prefix = f"{root.strip('/')}/" if root.strip("/") else ""
     found: dict[str, list[tuple[str, str, int]]] = {"train": [], "val": []}
     annotations = ""
@@ -54,7 +53,7 @@ def members(repo: Path, root: str) -> dict[str, list[tuple[str, str, int]]]:
 
 
 def contents(repo: Path, blobs: Sequence[str]) -> Iterator[bytes]:
-    """Of each blob, by one process."""
+    """Yields the content of each blob, read by one process."""
     with subprocess.Popen(
         ["git", "--git-dir", str(repo), "cat-file", "--batch"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as reader:

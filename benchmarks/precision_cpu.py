@@ -1,6 +1,6 @@
 """fp32 against bf16 on this CPU: images of a forward and backward pass per second of one thread's processor time.
 
-Both precisions take turns, because other programs may slow the machine down, and medians are printed.
+Both precisions alternate, because other programs may slow the machine down. The tool prints medians.
 
     python -m benchmarks.precision_cpu > benchmarks/precision_cpu.txt
 """
@@ -45,7 +45,7 @@ def main() -> None:
             for dtype, found in speeds.items():
                 model = to_channels_last(create_model(name, classes=10).to(dtype))
                 images = torch.randn(batch, 3, pixels, pixels).to(dtype, memory_format=torch.channels_last)
-                model(images)  # oneDNN makes its kernels
+                model(images)  # so that oneDNN creates its kernels
                 found.append(images_per_s(model, images, labels))
         fp32, bf16 = (statistics.median(found) for found in speeds.values())
         ranges = ", ".join(f"{min(found):,.0f} to {max(found):,.0f}" for found in speeds.values())

@@ -1,4 +1,4 @@
-"""Published runs as data: what was measured, on what, and how gradients travelled. The validation predicts them."""
+"""Published runs as data: the figure, the hardware, and how gradients were exchanged. The validation predicts them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ IMAGENET = 1_281_167
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One published figure. `kind`: "rate" (images/s per device while training), "run" (the same over the whole run,
-    evaluations included) or "scaling" (rate over that of `base` devices at the same batch per device)."""
+    """One published figure.
+
+    kind: "rate" (images/s per device while training), "run" (the same over the whole run, including evaluations) or
+    "scaling" (the rate divided by that of `base` devices at the same batch per device).
+    """
 
     name: str
     cluster: str
@@ -29,7 +32,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class TimedRun:
-    """A whole run to MLPerf's target, of which no more than its time is published."""
+    """A whole run to MLPerf's target of which only the time is published."""
 
     devices: int
     global_batch: int  # assumed
@@ -37,12 +40,12 @@ class TimedRun:
 
 
 def run_rate(epochs: float, seconds: float, devices: int) -> float:
-    """Images per second and device of a run of so many epochs of ImageNet."""
+    """Images per second and device of a run of this many epochs of ImageNet."""
     return epochs * IMAGENET / seconds / devices
 
 
-# How each system exchanged gradients is from its paper or public source; where that is silent, overlapped groups and
-# `simulate`'s own grid, hosts x devices per host (Sony's grids are not at hand).
+# Each system's exchange of gradients is from its paper or public source. If these do not describe it, it has overlapped
+# groups and `simulate`'s own grid, hosts x devices per host (Sony's grids are not available).
 _ONE = {"algorithm": "flat", "grouping": "single"}
 _OVERLAPPED = {"algorithm": "flat", "grouping": "threshold", "group_threshold_bytes": 16 << 20}
 _TENCENT = {"algorithm": "hybrid", "grouping": "threshold", "group_threshold_bytes": 16 << 20}
@@ -202,7 +205,7 @@ ROWS = (
     ),
 )
 
-# Whole runs for which no usable single-node speed was published: another model's or another system's is all there is.
+# Whole runs for which no usable single-node speed was published, except that of another model or another system.
 BEYOND = (
     Row(
         name="Tencent, 2,048 P40: 6.6 min",
@@ -261,8 +264,9 @@ BEYOND = (
     ),
 )
 
-# MLPerf v3.0, DGX H100 (the largest: CoreWeave's HGX H100), in minutes, as NVIDIA's performance page lists them. Found
-# when the model and dgx_h100's machine file, whose one measured speed is another round's, had long been written.
+# MLPerf v3.0, DGX H100 (the largest: CoreWeave's HGX H100), in minutes, as NVIDIA's performance page lists them. They
+# were found long after the model and dgx_h100's machine file, whose one measured speed is from another round, had been
+# written.
 LATER_CLUSTER, LATER_SOURCE = "dgx_h100", "MLPerf v3.0: 3.0-2053, 2071, 2068, 2075, 2002"
 LATER = (
     TimedRun(8, 3264, 13.466 * 60),

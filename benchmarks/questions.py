@@ -1,12 +1,12 @@
-"""records/questions.toml -> the table with which docs/evidence.md begins: the claims, and what the rows say about each.
+"""records/questions.toml -> the first table of docs/evidence.md: the claims, and what the rows say about each.
 
 A figure is computed from the rows of a record. Its verdict follows from its 95 % interval and the claim's bound:
 
     shown    the whole interval is on the claim's side of the bound
     missed   the whole interval is on the other side
-    open     the bound lies within the interval, there is no interval (a single run), or nothing was run
+    open     the bound is inside the interval, there is no interval (a single run), or there are no runs
 
-Values that other programs measured are quoted from their files, and their verdicts are set by hand. A test looks up the
+Values that other programs measured are quoted from their files, and their verdicts are set by hand. A test checks the
 quotes.
 """
 
@@ -36,35 +36,35 @@ FIGURE_KEYS = {"measure", "arm", "when", "against", "label", "each", *BOUNDS}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figure:
-    """One number of a record, or the difference of two, and what it is claimed to be."""
+    """One number of a record, or the difference of two, and the claimed bound."""
 
     measure: str = "top1"
-    arm: str | None = None  # None: the record's only one
+    arm: str | None = None  # None: the record's only arm
     when: Mapping[str, Any] | None = None  # conditions of the point
-    against: Mapping[str, Any] | None = None  # {"arm", "when"} of a point that is subtracted; the rest is as above
-    label: str | None = None  # what is compared, where the names of arms and conditions do not say it well
-    each: bool = False  # the bound holds for every run, not for their mean
+    against: Mapping[str, Any] | None = None  # {"arm", "when"} of a point that is subtracted; missing keys are as above
+    label: str | None = None  # the name of the comparison, if the names of arms and conditions do not describe it well
+    each: bool = False  # whether the bound holds for every run and not for their mean
     at_least: float | None = None
     at_most: float | None = None
-    within: float | None = None  # of 0, in either direction
+    within: float | None = None  # distance from 0, in either direction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
     claim: str
-    short: str  # the claim in the summary; several questions may share one
+    short: str  # the claim in the summary; several questions may have the same
     answer: str
     record: str | None
     figures: tuple[Figure, ...]
-    quote: str | None  # a figure of another tool, word for word as in `file`
+    quote: str | None  # a figure of another tool, copied literally from `file`
     file: str | None
-    verdict: str | None  # of a quote
-    plan: str | None  # that would answer an open question
+    verdict: str | None  # that of a quote
+    plan: str | None  # a plan that would answer an open question
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """A line of the table."""
+    """One line of the table."""
 
     question: Question
     verdict: str
@@ -72,12 +72,12 @@ class Answer:
 
 
 def read_questions(path: Path) -> list[Question]:
-    """The most important first."""
+    """Reads the questions, the most important first."""
     return [] if not path.exists() else [_question(values) for values in tomllib.loads(path.read_text())["questions"]]
 
 
 def _question(values: Mapping[str, Any]) -> Question:
-    """A recipe's claim has its home in the recipe."""
+    """Reads one question. A recipe's claim is taken from the recipe itself."""
     claim = values["claim"] if "claim" in values else _claim_of(values["recipe"])
     figures = [dict(figure) for figure in values.get("figures", [])]
     odd = [*(set(values) - KEYS), *(key for figure in figures for key in set(figure) - FIGURE_KEYS)]
@@ -98,7 +98,7 @@ def _claim_of(recipe: str) -> str:
 
 
 def answered(question: Question, points: Sequence[PointResult]) -> Answer:
-    """points: of the question's record."""
+    """Returns the answer to a question. points: those of the question's record."""
     if question.quote is not None:
         return Answer(question=question, verdict=question.verdict or OPEN, figure=question.quote)
     judged = [judge(figure, points) for figure in question.figures]
@@ -108,7 +108,7 @@ def answered(question: Question, points: Sequence[PointResult]) -> Answer:
 
 
 def judge(figure: Figure, points: Sequence[PointResult]) -> tuple[str, str]:
-    """(the number with its interval and n, the verdict)."""
+    """Returns (the number with its interval and n, the verdict)."""
     here = find_point(points, figure.arm, figure.when)
     if figure.against is None:
         values = measured(here, figure.measure)
@@ -126,7 +126,7 @@ def judge(figure: Figure, points: Sequence[PointResult]) -> tuple[str, str]:
 
 
 def _contrast(here: PointResult, there: PointResult) -> str:
-    """What is subtracted from what, in as few words as tell the two apart."""
+    """Names the two points of a difference in as few words as distinguish them."""
     here, there = readable(here), readable(there)
     where, elsewhere = (
         [_condition(name, value) for name, value in point.conditions.items()] for point in (here, there)
@@ -146,7 +146,7 @@ def _condition(name: str, value: Any) -> str:
 
 
 def find_point(points: Sequence[PointResult], arm: str | None, when: Mapping[str, Any] | None) -> PointResult:
-    """The one that stands for the arm under a condition: its fresh seeds, where its search was confirmed."""
+    """Returns the point that represents the arm under a condition: its fresh seeds if its search was confirmed."""
     wanted = key_of(dict(when or {}))
     found = [
         point
@@ -189,7 +189,7 @@ def verdict_of(figure: Figure, values: Spread) -> str:
     low, high = (values.low, values.high) if figure.each else (values.mean - half, values.mean + half)
     assert low is not None
     assert high is not None
-    if figure.each:  # one run that misses it is enough
+    if figure.each:  # a single run that misses the bound is enough
         good = low >= bound if given == ["at_least"] else high <= bound
         return SHOWN if good else MISSED
     if given == ["within"]:
@@ -201,7 +201,7 @@ def verdict_of(figure: Figure, values: Spread) -> str:
 
 
 def difference(here: PointResult, there: PointResult, measure: str) -> tuple[float, float | None, str]:
-    """(mean, half of its 95 % interval, how many): by pairs where both have the same seeds, else by Welch's t."""
+    """Returns (mean, half of its 95 % interval, number): by pairs if both have the same seeds, else by Welch's t."""
     left, right = (
         {row.seed: value for row in point.rows if row.error is None and (value := row.number(measure)) is not None}
         for point in (here, there)

@@ -1,12 +1,12 @@
-"""The simulator against an emulated cluster: links are measured, steps predicted from them, then measured.
+"""The simulator against an emulated cluster: measures its links, predicts steps from them, and then measures the steps.
 
-    python -m benchmarks.reality predict    the links' machine file, then the predictions, into --folder
-    python -m benchmarks.reality measure    the same steps for real, and one table of both
+    python -m benchmarks.reality predict    writes the links' machine file, then the predictions, into --folder
+    python -m benchmarks.reality measure    runs the same steps, and writes one table of both
 
     links (all-reduces of other sizes)  ->  machine file  ->  cost, timeline, optimal  ->  predicted step
     replayed backward, GradSync on shaped links  --------------------------------------->  measured step
 
-Each algorithm with each grouping is one step of the same model, whose backward is a recording
+There is one step for each algorithm and grouping. All are steps of the same model, whose backward is a recording
 (benchmarks/replay.py).
 """
 
@@ -44,7 +44,7 @@ from hyperbatch.plan.timeline import parameter_ready_s, step_timing
 from hyperbatch.plan.types import GroupPlan, RankGrid, StepTiming, TensorSpec
 from hyperbatch.vocabulary import ALGORITHMS, STRATEGIES
 
-BEST = "best per group"  # optimal groups, each with the algorithm that suits it
+BEST = "best per group"  # optimal groups, each with the fastest algorithm for it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,14 +81,14 @@ class Case:
 
 
 def recording(settings: Settings) -> list[LayerTime]:
-    """How backward spreads over the layers: the compute model's shape on some device, in settings.backward_s."""
+    """Returns how backward is distributed over the layers: as the compute model predicts, in settings.backward_s."""
     times = layer_times(load_cluster("abci"), settings.model, 64, "fp32")
     scale = settings.backward_s / sum(layer.backward_s for layer in times)
     return [replace(layer, forward_s=0.0, backward_s=layer.backward_s * scale) for layer in times]
 
 
 def predict(network: Network, settings: Settings) -> list[Case]:
-    """Every algorithm with every grouping, on links as given."""
+    """Predicts every algorithm with every grouping on the given links."""
     specs, times = tensors(settings.model), recording(settings)
     ready = parameter_ready_s(times)
     costs = {name: cost_function(network, settings.grid, name) for name in ALGORITHMS}
@@ -112,7 +112,7 @@ def predict(network: Network, settings: Settings) -> list[Case]:
 
 
 def write_predictions(settings: Settings, folder: Path) -> Path:
-    """Measures the links of the emulated cluster and predicts its steps from them, before any is measured."""
+    """Measures the links of the emulated cluster, and predicts its steps from them before any step is measured."""
     load = os.getloadavg()[0]
     with emulated_cluster(
         hosts=settings.hosts, ranks_per_host=settings.ranks_per_host, mbit=settings.mbit, nic=settings.nic
@@ -160,7 +160,7 @@ def _links(rank: int, grid: RankGrid) -> Network:
 
 
 def measure(path: Path, rounds: int = 3) -> dict[str, Any]:
-    """Runs the steps that a file of predictions names, and puts both beside each other."""
+    """Runs the steps that a file of predictions names, and returns both side by side."""
     values = json.loads(path.read_text())
     settings = Settings(**values["settings"])
     load = os.getloadavg()[0]
@@ -205,7 +205,7 @@ def measure(path: Path, rounds: int = 3) -> dict[str, Any]:
 def _steps(
     rank: int, settings: Settings, plans: dict[str, dict[str, Any]], rounds: int
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Runs on every rank: plan -> (seconds of each step, exposed seconds of each), those of the slowest rank."""
+    """Runs on every rank. Returns plan -> (seconds of each step, exposed seconds of each), of the slowest rank."""
     times = recording(settings)
     ready, specs = parameter_ready_s(times), tensors(settings.model)
     fractions = [ready[spec.name] / settings.backward_s for spec in specs]
@@ -214,7 +214,7 @@ def _steps(
     exposed: dict[str, list[float]] = {name: [] for name in plans}
 
     def step(name: str) -> float:
-        # Steps of a run follow each other, so connections know their links: the second of two in a row is timed.
+        # Steps of a run follow each other on warm connections, so the second of two consecutive steps is timed.
         start = after_backward = end = 0.0
         with closing(GradSync(arena, _replayed(plans[name], specs), comm)) as sync:
             for _ in range(2):
@@ -233,7 +233,7 @@ def _steps(
 
     with closing(GridComm(settings.grid)) as comm:
         candidates = [Candidate(name=name, run=lambda name=name: step(name)) for name in plans]
-        step(next(iter(plans)))  # connects
+        step(next(iter(plans)))  # opens the connections
         for each in exposed.values():
             each.clear()
         samples = interleave(candidates, lambda run: run(), rounds=rounds, warmup=0)
@@ -241,7 +241,7 @@ def _steps(
 
 
 def _replayed(plan: dict[str, Any], specs: tuple[TensorSpec, ...]) -> GroupPlan:
-    """The plan under the replayed model's names, which have no dots."""
+    """Returns the plan with the names of the replayed model, which have no dots."""
     found = GroupPlan.from_dict(plan)
     rename = {spec.name: spec.name.replace(".", "/") for spec in specs}
     groups = (replace(group, parameters=tuple(rename[name] for name in group.parameters)) for group in found.groups)
@@ -252,9 +252,9 @@ def _replayed(plan: dict[str, Any], specs: tuple[TensorSpec, ...]) -> GroupPlan:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Errors; pairs of steps that are ordered as predicted; and whether `optimal` keeps its promise."""
+    """Returns the errors, the pairs of steps that are ordered as predicted, and how well `optimal` was predicted."""
     errors = sorted(abs(row["step_error"]) for row in rows)
-    clear = [  # pairs that the prediction tells apart
+    clear = [  # pairs whose predictions differ clearly
         (a, b)
         for a, b in combinations(rows, 2)
         if abs(a["predicted_step_s"] - b["predicted_step_s"]) > 0.05 * min(a["predicted_step_s"], b["predicted_step_s"])

@@ -1,8 +1,8 @@
-"""A model whose backward is a recording: each gradient is there when it was in a real run, and nobody computes.
+"""A model whose backward is a recording: each gradient is ready when it was in a real run, without any computation.
 
     backward      sleep . grad 0 . sleep . grad 1 ............ grad 160      hooks and buckets see real autograd
 
-Eight ranks on two cores would spend a real backward fighting for the cores; asleep they leave them to the exchange.
+On two cores, eight real backward passes would compete for the cores; sleeping ones leave them to the exchange.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ RECORDING = Path(__file__).with_name("resnet50_ready.json")
 
 
 class ReplayModel(nn.Module):
-    """`model().backward()` makes zero gradients for these tensors, at these fractions of `backward_s`."""
+    """`model().backward()` produces zero gradients for these tensors, at these fractions of `backward_s`."""
 
     def __init__(self, specs: Sequence[TensorSpec], ready: Sequence[float], backward_s: float = 0.0) -> None:
-        """specs, ready: in backward order. Names keep theirs, with dots replaced."""
+        """specs, ready: in backward order. Names are unchanged except that dots are replaced."""
         super().__init__()
         self.backward_s = backward_s
         self.start_s = 0.0
         self._ready = list(ready)
         self._root = torch.zeros((), requires_grad=True)
-        for spec in reversed(specs):  # definition order is forward's, as DDP expects
+        for spec in reversed(specs):  # definition order is forward order, as DDP expects
             dtype = getattr(torch, spec.dtype)
             self.register_parameter(spec.name.replace(".", "/"), nn.Parameter(torch.zeros(spec.shape, dtype=dtype)))
 
@@ -42,7 +42,7 @@ class ReplayModel(nn.Module):
         return x
 
     def replay(self, forward: Any = None) -> None:
-        """Runs backward in the recorded time. forward: what wraps this model, e.g. DDP."""
+        """Runs backward in the recorded time. forward: a wrapper of this model, e.g. DDP."""
         loss = (forward or self)()
         self.start_s = time.perf_counter()
         loss.backward()
@@ -67,5 +67,5 @@ class _Replay(torch.autograd.Function):
 
 
 def recorded_ready() -> dict[str, float]:
-    """Parameter of ResNet-50 -> fraction of backward at which its gradient is there; in backward order."""
+    """Maps parameters of ResNet-50 to the fraction of backward at which their gradient is ready, in backward order."""
     return json.loads(RECORDING.read_text())["ready"]

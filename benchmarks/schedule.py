@@ -1,12 +1,13 @@
-"""How long a recipe's whole schedule takes, measured in slices: some steps of every image size, and the switches.
+"""The time of a recipe's whole schedule, measured in slices: some steps of every image size, and the switches.
 
     python -m benchmarks.schedule resnet50_fast --data DIR --steps 100 --json > benchmarks/schedule_h200.json
     python -m benchmarks.schedule resnet50_fast --data DIR --gpus 8 --set cache=none
 
-One run through the engine takes `--steps` steps of each size in the recipe's order and evaluates once. The time of a
-size is that of its steady steps, carried to the images that the recipe shows at that size; a switch is what its first
-steps took beyond that. Everything here is measured, except where --gpus is above 1: then one GPU runs the share of a
-rank, and what the exchange of gradients adds is the simulator's (`exposed_comm_s`), on the recipe's cluster.
+One run through the engine makes `--steps` steps of each size in the recipe's order and evaluates once. The time of a
+size is that of its steady steps, extrapolated to all images that the recipe shows at that size; the time of a switch is
+the additional time of the first steps. Everything here is measured, except if --gpus is above 1: then one GPU does the
+work of one rank, and the additional time for the exchange of gradients (`exposed_comm_s`) is simulated, on the recipe's
+cluster.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from hyperbatch.schedule import SizeSpan, full_size_epochs, size_spans
 from hyperbatch.sim.sweep import simulate
 
 STEPS = 60
-SETTLING = 4  # one in so many steps of a size belongs to the switch
+SETTLING = 4  # this fraction (one in SETTLING) of a size's steps belongs to the switch
 EVAL_SAMPLES = 50_000
 
 
 def sliced(config: Config, samples: int, batch: int, steps: int) -> Config:
-    """The same run with `steps` steps of every image size and one evaluation, on so many samples."""
+    """The same run with `steps` steps of every image size and one evaluation, for a set of this many samples."""
     spans, slice_epochs = size_spans(config), steps * batch / samples
     phases = tuple(SizePhase(i * slice_epochs, span.image_size) for i, span in enumerate(spans))
     return config.override(
         batch_phases=(BatchPhase(0, batch),),
         epochs=len(spans) * slice_epochs,
         size_phases=phases,
-        lr=1e-3,  # far from divergence, without a warm-up
+        lr=1e-3,  # far from divergence, even without a warm-up
         lr_scaling="none",
         warmup_epochs=0.0,
         decay_epochs=None,
@@ -59,7 +60,7 @@ def sliced(config: Config, samples: int, batch: int, steps: int) -> Config:
 def span_rows(
     spans: Sequence[SizeSpan], ends_s: Sequence[float], waits_s: Sequence[float], batch: int
 ) -> list[dict[str, Any]]:
-    """A row for each size, from the moments at which the steps of all slices ended."""
+    """Returns a row for each size, from the times at which the steps of all slices ended."""
     steps = len(ends_s) // len(spans)
     settling = max(1, steps // SETTLING)
     rows = []
@@ -82,7 +83,7 @@ def span_rows(
 
 
 def add_up(rows: list[dict[str, Any]], *, images: int, batch: int, gpus: int, exposed_s: Sequence[float]) -> float:
-    """Fills in the time of each size over all its images, switch included, and returns the sum."""
+    """Fills in the time of each size over all its images, including the switch, and returns the sum."""
     for row, exposed in zip(rows, exposed_s, strict=True):
         row["exposed_comm_s"] = exposed
         row["train_s"] = row["epochs"] * images / (batch * gpus) * (row["step_s"] + exposed) + row["switch_s"]
@@ -90,7 +91,7 @@ def add_up(rows: list[dict[str, Any]], *, images: int, batch: int, gpus: int, ex
 
 
 def exposed_comm_s(config: Config, gpus: int) -> list[float]:
-    """Simulated seconds of a step, for each size, that the exchange of gradients adds; of one GPU none."""
+    """Returns the simulated seconds per step, for each size, that the exchange of gradients adds; 0 for one GPU."""
     if gpus == 1:
         return [0.0] * len(size_spans(config))
     point = simulate(config, cluster=find_recipe(config.recipe).cluster, gpus=[gpus]).points[0]
@@ -98,7 +99,7 @@ def exposed_comm_s(config: Config, gpus: int) -> list[float]:
 
 
 def measure(config: Config, *, gpus: int = 1, steps: int = STEPS, images: int = IMAGENET_SAMPLES) -> dict[str, Any]:
-    """The report. config: a recipe with its data; images: of the training set that the time is wanted for."""
+    """Returns the report. config: a recipe with its data. images: the size of the training set that it is about."""
     if len(config.schedule.batch_phases) > 1:
         raise InputError(f"{config.recipe} changes its batch, too: give --set batch_phases=0:N")
     if steps < SETTLING:

@@ -2,10 +2,10 @@
 
     python -m benchmarks.shared_gpu benchmarks/plans/nccl_ranks.toml --out records/DATE_nccl_ranks [--until SECONDS]
 
-Each rank is a host of its own to NCCL and talks over sockets on loopback, so that speeds mean nothing and everything
-else is what several GPUs would do. Ranks are started once for each `nproc` of the plan and train its runs in turn, in
-one process group. The folder is that of `hyperbatch sweep`: rows as runs end, what is there is not made again. Without
-a GPU the ranks talk through gloo.
+To NCCL each rank is a separate host. Ranks communicate over sockets on loopback, so speeds mean nothing, but everything
+else is as with several GPUs. Ranks are started once for each `nproc` of the plan and train its runs in turn, in one
+process group. The folder is like that of `hyperbatch sweep`: rows are written as runs end, and existing rows are not
+repeated. Without a GPU the ranks communicate through gloo.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def rank_main(
     numbers: list[int],
     end: float,
 ) -> None:
-    """numbers: of the runs to make, one after another, until `end`."""
+    """Runs one rank. numbers: those of the runs to train, one after another, until `end`."""
     os.environ.update(OWN_HOST, NCCL_HOSTID=f"host{rank}")
     torch.set_num_threads(1)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -72,7 +72,7 @@ def rank_main(
     runs = {run.number: run for run in plan.every_run}
     for number in numbers:
         in_time = torch.tensor([time.time() < end])
-        dist.broadcast(in_time, src=0)  # one clock decides
+        dist.broadcast(in_time, src=0)  # the clock of rank 0 decides
         if not in_time.item():
             break
         trainer = RankTrainer(rank, world_size, Path(meeting) / str(number))
@@ -89,7 +89,7 @@ def rank_main(
 
 
 def sweep_ranks(plan_file: Path, folder: Path, *, data: str | None = None, until_s: float = 1e9) -> str:
-    """Makes what is missing; returns the table."""
+    """Trains the missing runs. Returns the table."""
     plan, end = load_plan(plan_file, data=data), time.time() + until_s
     check_runs(plan)
     prepare_folder(folder, plan)

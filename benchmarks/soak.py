@@ -1,11 +1,13 @@
-"""Faults without end: python -m benchmarks.soak [--faults N] [--jobs J] [--device cuda] [--out FILE] [--FIELD VALUE]
+"""Random faults, one after another: python -m benchmarks.soak [--faults N] [--jobs J] [--device cuda] [--out FILE]
+[--FIELD VALUE ...]
 
-Runs of `digits` are hit by random faults at random steps and ranks (tests/dist/injector.py), go on by themselves, and
-must end with the weights, statistics and optimizer state of an undisturbed run, bit for bit. One JSON object:
+Runs of `digits` are hit by random faults at random steps and ranks (tests/dist/injector.py), continue by themselves,
+and must end with the weights, statistics and optimizer state of an undisturbed run, bit for bit. Prints one JSON
+object:
 
-    rows    one for each fault: kind, rank, step; seconds since the fault until all ranks had ended (stop_s), rank 0's
-            process was started again (begin_s), had torch loaded and had joined the others (joined_s), was set up
-            (ready_s), and its first step was done (again_s); lost_steps: done before it, and done again
+    rows    one for each fault: kind, rank, step; seconds from the fault until all ranks had ended (stop_s), rank 0's
+            process was started again (begin_s), had loaded torch and joined the others (joined_s), was set up
+            (ready_s), and its first step was done (again_s); lost_steps: done before the fault, and done again
     runs    each run's faults, whether its end is bit-equal, processes and files that were left behind
     kinds   the rows by kind; `--table FILE.json` prints them as Markdown
 
@@ -14,8 +16,8 @@ must end with the weights, statistics and optimizer state of an undisturbed run,
     by rank     (--by-rank; --device cuda: NCCL ranks that share one GPU)  one process per rank; when all have ended,
                 all are started again, as a scheduler would
 
-Runs know nothing of each other, so several can go on side by side (--jobs). A soak that is called again with the same
---out does what is left of its --faults.
+Runs are independent, so several can run at the same time (--jobs). A soak that is started again with the same --out
+makes the rest of its --faults.
 """
 
 # pyright: reportMissingImports=false
@@ -43,11 +45,11 @@ from hyperbatch.record import commit, strict_json
 from injector import KINDS, TO_COMMAND, Fault
 from toy import same_bits
 
-FIRST_STEP, LAST_STEP = 12, 125  # between which all faults of a run are made; it has 135
+FIRST_STEP, LAST_STEP = 12, 125  # all faults of a run are between these steps; it has 135
 
 
 def plans(count: int, per_run: int, nproc: int, kinds: list[str], draw: random.Random) -> Iterator[list[Fault]]:
-    """Random faults; every kind comes before one comes again."""
+    """Yields random faults. Every kind occurs once before one occurs again."""
     deck: list[str] = []
     while count > 0:
         chosen = []
@@ -55,9 +57,9 @@ def plans(count: int, per_run: int, nproc: int, kinds: list[str], draw: random.R
             deck = deck or draw.sample(kinds, len(kinds))
             chosen.append(deck.pop())
         count -= len(chosen)
-        # It hits an attempt that begins, so it comes first or after a fault that ends one.
+        # This fault hits an attempt that is starting, so it comes first, or after a fault that ends an attempt.
         chosen.sort(key=lambda kind: kind == "full disk")
-        # Far enough apart that each has been answered before the next one comes.
+        # Faults are so far apart that the run has recovered from each before the next one.
         width = (LAST_STEP - 25 - FIRST_STEP) // len(chosen)
         steps = [FIRST_STEP + i * width + draw.randrange(max(1, width - 8)) for i in range(len(chosen))]
         yield [
@@ -72,7 +74,7 @@ def plans(count: int, per_run: int, nproc: int, kinds: list[str], draw: random.R
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median and maximum of each kind."""
+    """Returns the median and the maximum of each kind."""
     found: dict[str, Any] = {}
     for kind in sorted({row["kind"] for row in rows}):
         own = [row for row in rows if row["kind"] == kind]
@@ -84,7 +86,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """As Markdown: medians, and the longest in brackets."""
+    """Formats the result as Markdown: medians, and the maxima in brackets."""
     lines = [
         "| fault | times | until all ranks had ended | until training went on | steps done again | bit-equal |",
         "|---|---|---|---|---|---|",
@@ -100,7 +102,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 class Soak:
-    """Runs side by side, and what is known of them so far."""
+    """Makes runs in parallel, and collects their results so far."""
 
     def __init__(self, args: argparse.Namespace, arguments: list[str], scratch: Path) -> None:
         on_gpu = args.device == "cuda"
@@ -109,7 +111,7 @@ class Soak:
         self.args, self.scratch, self.began = args, scratch, time.monotonic()
         self.deadline = self.began + 60 * args.minutes if args.minutes else float("inf")
         self.options: dict[str, Any] = {"nproc": args.nproc, "by_rank": by_rank, "arguments": arguments}
-        # What a soak that is continued must have in common with this one.
+        # The settings that a continued soak must have in common with this one.
         self.same = {
             "command": " ".join(RUN + arguments),
             "ranks": args.nproc,
@@ -123,7 +125,7 @@ class Soak:
         self._longest_s, self._lock = 0.0, threading.Lock()
 
     def _earlier(self) -> tuple[dict[int, dict[str, Any]], float]:
-        """The runs in the file, by number, and the seconds that they took."""
+        """Returns the runs in the file, by number, and the seconds that they took."""
         if self.args.out is None or not self.args.out.exists():
             return {}, 0.0
         file = json.loads(self.args.out.read_text())
@@ -146,8 +148,8 @@ class Soak:
         return self.result()
 
     def _run(self, number: int, faults: list[Fault], plain: Future[Any]) -> None:
-        """In a thread of the pool. A run that would not end before the deadline, by the longest so far, is not begun;
-        one that does not end before it is not counted."""
+        """Makes one run in a thread of the pool. A run is not started if it would end after the deadline, estimated by
+        the longest so far. A run that does not end in time is not counted."""
         began, folder = time.monotonic(), self.scratch / f"run{number}"
         if began + self._longest_s > self.deadline:
             return
@@ -179,7 +181,7 @@ class Soak:
             **self.same,
             "jobs": self.args.jobs,
             "faults": len(rows),
-            "lost": len(bad),  # runs whose end differs, that left a process, or met fewer faults than planned
+            "lost": len(bad),  # runs with a different end or a left process, or with fewer faults than planned
             "seconds": round(self.before_s + time.monotonic() - self.began, 1),
             "kinds": summary(rows),
             "rows": rows,

@@ -1,4 +1,4 @@
-"""One run of the soak (benchmarks/soak.py): attempt after attempt until it is over, and what each fault has cost."""
+"""One run of the soak (benchmarks/soak.py): attempt after attempt until it has ended, and the cost of each fault."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -25,10 +25,10 @@ from harness import one_gpu  # noqa: E402
 from injector import Fault  # noqa: E402
 from toy import flat_weights  # noqa: E402
 
-TIMEOUT_S = 6.0  # --timeout-s: a rank that is stopped or hangs is given up after it
-ATTEMPTS = 60  # of a run, at most
-LIMIT_S = 150.0  # without a step or another event of a rank: the run has got stuck
-GONE_S = 10.0  # after the end of a run: until then the last process has gone
+TIMEOUT_S = 6.0  # --timeout-s: after this time a rank that is stopped or hangs is given up
+ATTEMPTS = 60  # the most attempts of a run
+LIMIT_S = 150.0  # time without a step or another event of a rank after which a run counts as stuck
+GONE_S = 10.0  # time after the end of a run in which the last process must disappear
 DISK_BYTES = 24 << 20
 RUN = [
     *("train", "digits", "--model", "injector:model", "--epochs", "7", "--warmup-epochs", "1", "--decay-epochs", "6"),
@@ -38,24 +38,24 @@ RUN = [
 
 
 class RunLost(Exception):
-    """A run has not come to its end."""
+    """A run did not reach its end."""
 
 
 class OutOfTime(Exception):
-    """The soak has to end, and a run that has not come to its end yet says nothing."""
+    """The soak has to end, and a run that has not ended yet has no result."""
 
 
 @dataclass(slots=True)
 class Attempts:
-    """A run: attempt after attempt until it is over."""
+    """A run: attempt after attempt until it has ended."""
 
     folder: Path
     nproc: int
     by_rank: bool
     arguments: list[str]
-    deadline: float = float("inf")  # of the whole soak, by time.monotonic()
+    deadline: float = float("inf")  # of the whole soak, as time.monotonic()
     ends: list[float] = field(default_factory=list)  # when all ranks of an attempt had ended
-    told: int = 0  # of these, by the command, which then started its ranks again
+    told: int = 0  # the number of these reported by the command, which then restarted its ranks
 
     @property
     def out(self) -> Path:
@@ -91,7 +91,7 @@ class Attempts:
             return subprocess.Popen(words, env=self._environ(**environ), stdout=log, stderr=log)
 
     def _attempt(self) -> list[int]:
-        """Exit codes of the command, or of every rank."""
+        """Makes one attempt. Returns the exit codes of the command, or of every rank."""
         started = self._ranks() if self.by_rank else [self._command()]
         try:
             while any(process.poll() is None for process in started):
@@ -101,7 +101,7 @@ class Attempts:
             for process in started:
                 process.kill()
                 process.wait()
-        left_processes(self.folder)  # the ranks of a command that was killed end a moment after it
+        left_processes(self.folder)  # the ranks of a killed command end a moment after it
         return [process.returncode for process in started]
 
     def _command(self) -> subprocess.Popen[bytes]:
@@ -116,10 +116,10 @@ class Attempts:
         return [self._start(f"rank{rank}", **world, **one_gpu(rank), RANK=str(rank)) for rank in range(self.nproc)]
 
     def _look(self, started: list[subprocess.Popen[bytes]]) -> None:
-        """While an attempt is under way."""
+        """Checks an attempt that is running."""
         if self.by_rank:
             stopped = [rank for rank in started if rank.poll() is None]
-            # Only other ranks of its host could have ended a stopped one, and here each has a host of its own.
+            # Only other ranks of its host could have ended a stopped rank, and here each rank is on a separate host.
             if len(stopped) < len(started) and all(state_of(rank.pid) == "T" for rank in stopped):
                 for rank in stopped:
                     rank.kill()
@@ -132,11 +132,11 @@ class Attempts:
             self.ends.append(time.time())
 
     def _restarts(self) -> list[str]:
-        """What the command has said of ranks that it starts again."""
+        """The lines in which the command says that it restarts ranks."""
         return [line for line in (self.folder / "command.log").read_text().splitlines() if "; restart " in line]
 
     def rows(self, faults: list[Fault]) -> list[dict[str, Any]]:
-        """What each fault has cost."""
+        """Returns the cost of each fault."""
         events = [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
         events.sort(key=lambda event: event["time"])
         steps = [event for event in events if event["event"] == "step" and event["rank"] == 0]
@@ -152,11 +152,11 @@ class Attempts:
             keeps_going = fault.kind == "full disk"
             after = [step for step in steps if step["time"] > at and (keeps_going or step["pid"] != pid)]
             end = next((end for end in self.ends if end >= at), None)
-            # Of the rank 0 that trains again: since when it is there, has joined the others, and is set up.
+            # For the rank 0 that trains again: when it started, had joined the others, and was set up.
             new = [event for event in events if after and not keeps_going and event["pid"] == after[0]["pid"]]
             joined = next((event for event in new if event["event"] == "joined"), None)
             ready = next((event["time"] for event in new if event["event"] == "set-up"), None)
-            # A run whose weights were spoilt goes on for a while; a preempted one does, too, and saves what it did.
+            # A run with damaged weights continues for a while. So does a preempted run, which saves its steps.
             undone = [step["step"] for step in steps if step["pid"] == pid]
             lost = 0 if keeps_going or not undone or not after else max(undone) - (after[0]["step"] - 1)
             rows.append(
@@ -176,7 +176,7 @@ class Attempts:
 
 
 def state_of(pid: int) -> str:
-    """ "T": stopped; empty: there is no such process."""
+    """Returns the state of a process: "T" is stopped, and "" means that there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -184,7 +184,7 @@ def state_of(pid: int) -> str:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """That were started for a run and are still there."""
+    """Returns the processes that were started for a run and still exist."""
     sign, found = f"FAULTS={folder}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -194,7 +194,7 @@ def processes_of(folder: Path) -> list[int]:
 
 
 def left_processes(folder: Path) -> int:
-    """Of a run, when the last one has had the time to go."""
+    """Returns the number of a run's processes that are left after a grace period."""
     deadline = time.monotonic() + GONE_S
     while (found := len(processes_of(folder))) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -203,8 +203,10 @@ def left_processes(folder: Path) -> int:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, *, files: int = 0) -> Iterator[bool]:
-    """A file system of its own, which can be filled; False: nobody may make one here. files: that it has room for; 0:
-    any number."""
+    """Yields whether it could mount a small file system, which can be filled.
+
+    files: the number of files that it has room for; 0: any number.
+    """
     folder.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES},nr_inodes={files}", "tmpfs", str(folder)]
     made = shutil.which("mount") is not None and not subprocess.run(words, capture_output=True, check=False).returncode
@@ -224,8 +226,10 @@ def train(
     arguments: list[str],
     deadline: float = float("inf"),
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """One run in a folder that it makes: its rows and what it left; and its final state, without anything where the
-    run is lost. OutOfTime after the deadline."""
+    """Makes one run in a new folder. Returns its rows and leftovers, and its final state.
+
+    The final state is empty if the run is lost. Raises OutOfTime after the deadline.
+    """
     folder.mkdir()
     run, ends_with, lost = Attempts(folder, nproc, by_rank, arguments, deadline), {}, {}
     with small_disk(folder / "disk"):

@@ -1,10 +1,10 @@
-"""Where the time from Enter to exit goes: a command in this process, whose main thread is looked at every 20 ms.
+"""Where the time from Enter to exit goes: runs a command in this process, and samples its main thread every 20 ms.
 
-    python -m benchmarks.start_up SAMPLES.json train cifar10 --data DIR    runs it, keeps the samples, prints the table
-    python -m benchmarks.start_up SAMPLES.json                             the table of samples that were kept
+    python -m benchmarks.start_up SAMPLES.json train cifar10 --data DIR    runs it, saves the samples, prints the table
+    python -m benchmarks.start_up SAMPLES.json                             prints the table of saved samples
 
-For a cold start, remove Triton's cache and that of hyperbatch before (docs/engine.md, "Kept for the next run"). Seconds
-are counted from the start of the process; what happens after its last line is not seen.
+For a cold start, first remove Triton's cache and that of hyperbatch (docs/engine.md, "Kept for the next run"). Seconds
+are counted from the start of the process; what happens after its last line is not recorded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 PAUSE_S = 0.02
 OPENING = "Python, the command line, numpy"
 TORCH = "torch is imported"
-# The first stage whose function is on the stack, as file:function.
+# A sample belongs to the first stage with a function on the stack, given as file:function.
 STAGES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("the report is written", ("launch.py:finish",)),
     ("the last checkpoint is written", ("saver.py:wait", "saver.py:save")),
@@ -51,7 +51,7 @@ Sample = tuple[float, list[str]]  # seconds since the start; the stack, outermos
 def stage_of(stack: Iterable[str]) -> str:
     frames = [frame for frame in stack if not frame.startswith("<frozen importlib")]
     if "loop.py:<module>" in frames:
-        # Its first import is torch; packages of ours were loaded before.
+        # Its first import is torch; our own packages were loaded before.
         inside = frames[frames.index("loop.py:<module>") + 1 :]
         if inside[:1] == ["__init__.py:<module>"]:
             return TORCH
@@ -59,14 +59,14 @@ def stage_of(stack: Iterable[str]) -> str:
 
 
 def table(samples: list[Sample]) -> list[tuple[str, float, float]]:
-    """(stage, seconds when it was first seen, seconds in all), in the order of the first."""
+    """Returns (stage, seconds when it first occurred, seconds in all), in the order of first occurrence."""
     first_s: dict[str, float] = {}
     total_s: dict[str, float] = {}
     before_s = 0.0
     for at_s, stack in samples:
         stage = stage_of(stack)
         first_s.setdefault(stage, before_s)
-        total_s[stage] = total_s.get(stage, 0.0) + at_s - before_s  # since the sample before
+        total_s[stage] = total_s.get(stage, 0.0) + at_s - before_s  # since the previous sample
         before_s = at_s
     return [(stage, first_s[stage], total_s[stage]) for stage in first_s]
 
@@ -79,13 +79,13 @@ def show(samples: list[Sample]) -> None:
 
 
 def since_start_s() -> float:
-    """Of this process, by the kernel's clock, in hundredths."""
+    """Seconds since the start of this process, by the kernel's clock, in hundredths."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def sampled(words: list[str]) -> tuple[int, list[Sample]]:
-    """Runs the command; its exit code, and where its main thread was."""
+    """Runs the command. Returns its exit code, and the samples of its main thread."""
     samples: list[Sample] = []
     main_thread, over = threading.get_ident(), threading.Event()
 

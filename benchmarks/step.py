@@ -2,8 +2,8 @@
 
     python -m benchmarks.step --json > benchmarks/step_h200.json
 
-The traffic model (benchmarks/traffic.py) says what a step must move through memory; divided by the measured time it is
-a bandwidth, which is held against that of a large copy on the same GPU.
+The traffic model (benchmarks/traffic.py) says how many bytes a step must move through memory. Divided by the measured
+time this is a bandwidth, which is compared with that of a large copy on the same GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hyperbatch.bench.step_runs import Setting
 from hyperbatch.record import strict_json
 from hyperbatch.stopwatch import copy_bytes_per_s
 
-# What each candidate of `bench step` has fused, in the traffic model's words. It knows 16-bit steps only.
+# What each candidate of `bench step` fuses, as a rung of the traffic model. The model supports only 16-bit steps.
 RUNG_OF = {
     "hyperbatch fused, graph": "moments",
     "hyperbatch plain, graph": "unfused",
@@ -33,9 +33,9 @@ RUNG_OF = {
 
 
 def with_traffic(report: dict[str, Any], bandwidth: float) -> dict[str, Any]:
-    """The report with each row's `rung`, the bytes it moves per second by the model, and their share of the bandwidth.
+    """Adds to each row its `rung`, the bytes per second that it moves by the model, and their share of the bandwidth.
 
-    `traffic`: what each rung must move per image, and the speed at which that uses up the bandwidth.
+    `traffic`: the bytes per image of each rung, and the speed at which these use up the bandwidth.
     """
     shape = {"image_size": report["image_size"], "classes": report["classes"]}
     rows = []
@@ -52,8 +52,8 @@ def with_traffic(report: dict[str, Any], bandwidth: float) -> dict[str, Any]:
 
 
 def with_first_steps(report: dict[str, Any], device: str = "auto") -> dict[str, Any]:
-    """The report with `first_step_s` of each candidate, and `warm_first_step_s` of those that compile, whose caches are
-    kept; the rows of the reference path, measured apart, have none."""
+    """Adds `first_step_s` of each candidate, and `warm_first_step_s` of those that compile, with caches that are kept.
+    The rows of the reference path, which is measured separately, have neither."""
     names = ("model", "precision", "image_size", "classes")
     setting = Setting(**{name: report[name] for name in names}, device=pick_device(device))
     rows = []
@@ -69,12 +69,12 @@ def with_first_steps(report: dict[str, Any], device: str = "auto") -> dict[str, 
 
 
 def _candidate(row: dict[str, Any]) -> str:
-    """A row is called "batch 256 / torch eager"."""
+    """Returns the candidate of a row named, for example, "batch 256 / torch eager"."""
     return row["name"].partition(" / ")[2]
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """The text of `bench step`, then what is added here."""
+    """The text of `bench step`, followed by the additional columns."""
     lines = [format_result(report)]
     for row in report["rows"]:
         extra = []
@@ -108,7 +108,7 @@ def main() -> None:
     options = {name: getattr(args, name) for name in ("model", "precision", "batch", "peers", "rounds", "max_autotune")}
     report = bench_step(**options)
     device = pick_device("auto")
-    if any(_candidate(row) == "hyperbatch fused, graph" for row in report["rows"]):  # the model knows what they fuse
+    if any(_candidate(row) == "hyperbatch fused, graph" for row in report["rows"]):  # the traffic model has them
         report = with_traffic(report, copy_bytes_per_s(device))
     if args.first_step:
         report = with_first_steps(report)

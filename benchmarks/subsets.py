@@ -1,4 +1,4 @@
-"""Parts of data sets, for experiments that must be cheap: `dataset = "benchmarks.subsets:cifar10_tenth"` in a plan."""
+"""Parts of data sets, for inexpensive experiments: `dataset = "benchmarks.subsets:cifar10_tenth"` in a plan."""
 
 from __future__ import annotations
 

@@ -1,18 +1,19 @@
-"""Bytes one training step has to move through the GPU's memory, from the shapes of the model. No torch here.
+"""Bytes that one training step has to move through the GPU's memory, from the shapes of the model, without torch.
 
     rung       what is fused                                                              MB per image of ResNet-50
     unfused    nothing: each operation reads its inputs and writes its output             479
     norm       statistics; normalise + ReLU (+ add); their backwards                      394
     moments    also: max-pool with its norm; one bit per element of a block's output;     278
                the norm before its sum from the moments of the convolution's input;
-               the shortcut's gradient added where it is read (models/fused_blocks.py)
+               the shortcut's gradient is added where it is read (models/fused_blocks.py)
     conv       statistics in the convolution's epilogue, normalise + ReLU in its          259
                prologue, forward and backward
     minimal    a convolution's output is written once and read once forward and once      112
                backward; its gradient is written and read once
 
 Only activations and their gradients count per image; weights, their gradients and the update count per step. A tensor
-that an operation reads is counted whole, once: caches are left out, so a measured rate may pass the copy bandwidth.
+that an operation reads is counted completely, once. Caches are not modelled, so a measured rate may exceed the copy
+bandwidth.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ INDEX_BYTES = {
     "conv": 1,
     "minimal": 0,
 }  # of a max pool's output: torch keeps int64
-# Per parameter and step in 16-bit training with fp32 masters: the working weight is read forward and backward and its
-# gradient written (6); gradient read for its norm, read again with master and momentum, these two and the working
-# weight written, the gradient cleared (24).
+# Bytes per parameter and step in 16-bit training with fp32 masters. The working weight is read in forward and backward,
+# and its gradient is written (6). The gradient is read for its norm and read again with master and momentum; these two
+# and the working weight are written, and the gradient is cleared (24).
 WEIGHT_BYTES = 6
 UPDATE_BYTES = 24
 
@@ -44,13 +45,13 @@ class Sizes:
     conv_in: int
     conv_out: int
     relu: int  # outputs of norms followed by a ReLU alone
-    add: int  # outputs of norms that close a residual block: add, then ReLU
-    plain: int  # outputs of norms with nothing behind them: on a downsampling shortcut
+    add: int  # outputs of norms that end a residual block: add, then ReLU
+    plain: int  # outputs of norms that nothing follows: on a downsampling shortcut
     joins: int  # inputs of residual blocks: their gradient is the sum of two
     pool_in: int  # of max pools
     pool_out: int
-    linear: int  # inputs and outputs of the head, its average pool included
-    ends_in_1x1: bool  # residual blocks: bottlenecks
+    linear: int  # inputs and outputs of the head, including its average pool
+    ends_in_1x1: bool  # whether residual blocks are bottlenecks
 
 
 def sizes(model: str, *, image_size: int = 224, classes: int = 1000, in_channels: int = 3) -> Sizes:
@@ -78,10 +79,10 @@ def sizes(model: str, *, image_size: int = 224, classes: int = 1000, in_channels
 def image_bytes(
     model: str, rung: str, *, image_size: int = 224, classes: int = 1000, in_channels: int = 3, itemsize: int = 2
 ) -> dict[str, int]:
-    """Bytes per image by family of kernels, with their `total`."""
+    """Returns the bytes per image by family of kernels, and their `total`."""
     s = sizes(model, image_size=image_size, classes=classes, in_channels=in_channels)
-    # Forward reads the input and writes the output; backward reads the output's gradient twice and the input once,
-    # and writes the input's gradient, which nobody needs of the image.
+    # Forward reads the input and writes the output. Backward reads the output's gradient twice and the input once, and
+    # writes the input's gradient, which is not needed for the image.
     convolution = 3 * s.conv_in + 3 * s.conv_out - s.image
     normed = s.relu + s.add + s.plain
     norm = relu = add = 0
@@ -89,26 +90,26 @@ def image_bytes(
     head = 3 * s.linear
     if rung == "unfused":
         norm = (3 + 5) * normed  # statistics, apply; backward: two sums, apply
-        relu = (2 + 3) * (s.relu + s.add)  # in place; backward reads its output, too
+        relu = (2 + 3) * (s.relu + s.add)  # in place; backward also reads its output
         add = 3 * s.add + 3 * s.joins  # forward; the sum of gradients where a block begins
     elif rung == "norm":
-        # The ReLU comes with the norm: from its input its sign is found again. After an add it is not, so backward
-        # reads the block's output (twice) and writes the shortcut's gradient; forward reads the shortcut.
+        # The ReLU is computed with the norm, whose input gives its sign again in backward. After an add it does not, so
+        # backward reads the block's output (twice) and writes the shortcut's gradient; forward reads the shortcut.
         norm = (3 + 5) * normed + 4 * s.add
         add = 3 * s.joins
     elif rung == "moments":
-        # Where a pool follows, neither the normalised tensor nor its gradient exists: statistics, pool; apply. What
-        # backward needs of the maxima is as large as the pool's output.
+        # Before a pool, neither the normalised tensor nor its gradient exists: statistics, pool; apply. The data about
+        # the maxima that backward needs is as large as the pool's output.
         norm = (3 + 5) * (s.relu - s.pool_in) + (2 + 2) * s.pool_in
         pool = (2 + 4) * s.pool_out
-        # The sum at a block's end: two reads and a write each way, a bit per element written and read. Then the norm
-        # before it: backward reads the input of a 1x1 convolution (a quarter as wide) once more; any other needs
-        # statistics, sums and apply.
+        # The sum at a block's end: two reads and a write in each direction, and a bit per element written and read. For
+        # the norm before it, backward reads the input of a 1x1 convolution (a quarter as wide) again; any other norm
+        # needs statistics, sums and apply.
         norm += 6 * s.add + s.add // 8 + (s.add // 4 if s.ends_in_1x1 else 5 * s.add) + (1 + 4) * s.plain
     elif rung == "conv":
-        # Backward reads, beside each gradient, the output it belongs to (both products) and, to mask what it writes,
-        # the input. At a block's end forward reads the last output and the shortcut and writes the sum; backward adds
-        # the shortcut's gradient and takes the sums of the last norm and the shortcut's.
+        # For each gradient, backward also reads the output to which it belongs (for both products) and, to mask what it
+        # writes, the input. At a block's end forward reads the last output and the shortcut and writes the sum;
+        # backward adds the shortcut's gradient and computes the sums of the last norm and of the shortcut's.
         convolution = 4 * s.conv_in + 5 * s.conv_out - s.image
         norm = (3 + 2) * s.add + s.plain
     elif rung == "minimal":
@@ -123,7 +124,7 @@ def image_bytes(
 
 
 def step_bytes(model: str, rung: str, batch: int, *, image_size: int = 224, classes: int = 1000) -> float:
-    """Of a whole 16-bit step: the images' share, weights and their gradients, the update."""
+    """Returns the bytes of a whole 16-bit step: the images' share, weights and their gradients, and the update."""
     table = layers(model, classes=classes, image_size=image_size)
     parameters = sum(spec.numel for layer in table for spec in layer.tensors)
     per_image = image_bytes(model, rung, image_size=image_size, classes=classes)["total"]

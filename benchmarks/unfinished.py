@@ -1,11 +1,11 @@
-"""What the records still lack: lists it, or runs it on this machine for as long as there is time.
+"""The runs that the records still lack: lists them, or trains them on this machine for as long as there is time.
 
     python -m benchmarks.unfinished                                        # a line for each plan of the queue
     python -m benchmarks.unfinished --minutes 9 --data cifar10=DIR imagenette=DIR --tar rows.tar.gz
 
-The queue is benchmarks/queue.toml. Plans whose data is not given are passed over. A plan's rows are in the newest
-folder records/*_NAME, or else in records/DATE_NAME. Each plan runs in a process of its own, so that one that fails does
-not end the others, and continues where it stopped. The tar holds the folders that have changed.
+The queue is benchmarks/queue.toml. Plans whose data is not given are skipped. A plan's rows are in the newest folder
+records/*_NAME, or else in records/DATE_NAME. Each plan runs in a process of its own, so that one that fails does not
+end the others, and continues where it stopped. The tar holds the folders that have changed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hyperbatch.sweep.table import points_of, progress
 
 ROOT = Path(__file__).parents[1]
 QUEUE = ROOT / "benchmarks" / "queue.toml"
-GRACE_S = 60  # a run that has begun may take this much longer
+GRACE_S = 60  # a run that has started may take this much longer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,14 +42,14 @@ class Waiting:
     ranks: bool
 
     def progress(self) -> tuple[int, int]:
-        """(runs that are done, runs of the plan); failed runs that the options ask for again are not done."""
+        """Returns (runs that are done, runs of the plan). Failed runs that the options repeat do not count as done."""
         plan = load_plan(self.plan_file, data=".")
         rows = of_plan(read_rows(self.folder), plan.every_run)
         done, planned = progress(plan, points_of(rows))
         return done - ("--retry-failed" in self.options) * sum(row.error is not None for row in rows), planned
 
     def run_cost_s(self) -> float:
-        """The mean of the runs that have a row; nan without one."""
+        """The mean time of the runs that have a row; nan without one."""
         times = [row.wall_s for row in read_rows(self.folder) if row.error is None and row.wall_s is not None]
         return sum(times) / len(times) if times else math.nan
 
@@ -78,7 +78,7 @@ def _waiting(
 
 
 def run_queue(queue: Sequence[Waiting], data: Mapping[str, str], end: float) -> list[Path]:
-    """Runs what is missing until `end` (of time.monotonic); returns the folders that have new rows."""
+    """Trains missing runs until `end` (of time.monotonic). Returns the folders that have new rows."""
     changed = []
     for waiting in queue:
         left = end - time.monotonic()

@@ -1,6 +1,7 @@
 """The simulator against published runs: `python -m benchmarks.validate` writes docs/simulator_validation.md.
 
-Inputs are the machine files: data sheets and single-node results. No figure of a predicted row is an input to it.
+The inputs are the machine files: data sheets and single-node results. No figure of a predicted row is an input to its
+prediction.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hyperbatch.sim.convergence import Interval
 from hyperbatch.sim.sweep import simulate
 from hyperbatch.vocabulary import PRECISION_DTYPE
 
-CONSTANT_EFFICIENCY = 0.9  # of the first naive predictor
+CONSTANT_EFFICIENCY = 0.9  # the assumption of the first naive predictor
 
 INTRODUCTION = f"""\
 # The simulator against published runs
@@ -69,7 +70,7 @@ class Outcome:
     row: Row
     predicted: float
     constant: float  # single-node speed times a constant efficiency
-    ring: float  # single-node speed and the ring formula, nothing hidden
+    ring: float  # single-node speed and the ring formula, without overlap
 
     def error(self, value: float) -> float:
         return value / self.row.published - 1
@@ -103,13 +104,13 @@ def _config(row: Row, devices: int) -> Config:
 
 
 def _simulated(row: Row, devices: int) -> tuple[float, float]:
-    """(images/s per device while training, the same over the whole run)."""
+    """Returns (images/s per device while training, the same over the whole run)."""
     point = simulate(_config(row, devices), cluster=row.cluster, gpus=[devices]).points[0]
     return point.images_per_s / devices, run_rate(row.epochs, point.run.total_s, devices)
 
 
 def _single_speed(row: Row) -> float:
-    """What the naive predictors start from: the published single-node speed, or the model's where there is none."""
+    """Returns where the naive predictors start: the published single-node speed, or else the compute model's."""
     cluster = load_cluster(row.cluster)
     for point in cluster.device.measured:
         if point.model == row.model and point.precision == row.precision:

@@ -1,6 +1,6 @@
-"""The names of points in docs/evidence.md: words of the field in place of config fields and of short arm names.
+"""The names of points in docs/evidence.md: words of the field instead of config fields and short arm names.
 
-Rows and plans keep the names that they were written with, because `hyperbatch sweep` continues a record by these names.
+Rows and plans keep their original names, because `hyperbatch sweep` continues a record by these names.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ARMS = {
 
 
 def readable(point: PointResult) -> PointResult:
-    """The point with the names that a reader sees."""
+    """Returns the point with the names that the page shows."""
     settings = [_readable(values) for values in (point.conditions, point.search)]
     return dataclasses.replace(point, arm=ARMS.get(point.arm, point.arm), conditions=settings[0], search=settings[1])
 
@@ -49,7 +49,7 @@ def _readable(settings: Values) -> Values:
 
 
 def _setting(name: str, value: Any) -> tuple[str, Any]:
-    """`batch_phases = "0:64"` is one batch for the whole run."""
+    """`batch_phases = "0:64"` means one batch for the whole run."""
     if name == "batch_phases" and len(phase := show(value).split(":")) == 2 and phase[0] == "0" and phase[1].isdigit():
         return "batch", int(phase[1])
     return FIELDS.get(name, name), value

@@ -172,8 +172,7 @@ def fastest(what: str, x: Tensor, weight: Tensor, *ways: Callable[[], Any], in_g
             return before
         if is_compiling():
             # Compiling threads would disturb a measurement. Each implementation runs once, so that cuDNN makes its own
-            # trials
-            # meanwhile: it chooses by shape, whatever the values in the tensors are.
+            # trials meanwhile: it chooses by shape, whatever the values in the tensors are.
             for way in ways[:-1]:
                 way()
             return last

@@ -159,8 +159,7 @@ def product_kernel(
     tl.debug_barrier()
 
     # Separate `if`s, each with its own sum. With an `else`, they would share the registers of their sums, and the
-    # assembler
-    # would wait for each product before it starts the next one.
+    # assembler would wait for each product before it starts the next one.
     is_gram = product == GRAM
     is_cubic = c == 0.0
     target = _padded(tl.where(is_cubic, square_address, gram_address), DTYPE)

@@ -60,8 +60,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     state_names: ClassVar[tuple[str, ...]]  # names of the rule's state tensors
     group_state_names: ClassVar[tuple[str, ...]]
     # With this flag, torch's GradScaler sets the two attributes below and does not synchronise. They have no value
-    # here,
-    # because GradScaler multiplies its scale into an existing value, and it deletes both after the step.
+    # here, because GradScaler multiplies its scale into an existing value, and it deletes both after the step.
     _step_supports_amp_scaling = True
     grad_scale: Tensor | None  # the factor by which the gradients were multiplied
     found_inf: Tensor | None  # not 0 if GradScaler has already found an inf or nan

@@ -69,8 +69,7 @@ def nearest_point(global_batch: int) -> Point:
 
 
 def from_point(point: Point, global_batch: int, *, name: str) -> Config:
-    """Returns a row as a full config. At other batches its rate follows the square root, which fits better than
-    linear."""
+    """Returns a row as a full config. At other batches the rate follows the square root, closer to rows than linear."""
     return Config(recipe=name).override(
         model="resnet50",
         crop_area=(0.05, 1.0),

@@ -90,8 +90,7 @@ def _pool_kernel(
     top, left = i * STRIDE - PADDING, j * STRIDE - PADDING
     for e in tl.static_range(KERNEL * KERNEL):
         # A tap outside the image is replaced by the nearest one inside, with that one's number. This changes neither
-        # the maximum
-        # nor the order of equal values, and no mask is needed.
+        # the maximum nor the order of equal values, and no mask is needed.
         row = tl.minimum(tl.maximum(top + e // KERNEL, 0), H - 1)
         column = tl.minimum(tl.maximum(left + e % KERNEL, 0), W - 1)
         v = tl.load(x + (row * W + column)[:, None] * C + c).to(dtype) * sign
