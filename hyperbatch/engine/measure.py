@@ -149,8 +149,8 @@ def fitting_batch(
     fits = None
     step = partial(_step_without_update, config, model, arena, images.to(dtype))
     if device.type in COUNTED:
-        # Weights, masters and gradients are in the arena already; the momentum is allocated later.
-        fits = measured_batch(step, device, free - state.momentum)
+        # Weights, masters and gradients are in the arena already; the optimizer's buffers are allocated later.
+        fits = measured_batch(step, device, free - state.momentum - state.products)
     elif dtype in HALF_DTYPES:
         step(len(images))  # a model may fail in this precision although the probe, in fp32, succeeded
     if fits is None:

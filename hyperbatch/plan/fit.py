@@ -1,7 +1,7 @@
 """The memory of a step and the batch that fits: one rule for `train`, `--dry-run`, `plan` and `simulate`.
 
-    | weights  masters  gradients  momentum | kept for backward, per sample x batch  x HEADROOM |  not to be filled |
-      fixed by the model                      grows with the micro-step                            1 - USABLE
+    | weights masters gradients momentum products | kept for backward, sample x batch x HEADROOM | not to be filled |
+      fixed by the model                            grows with the micro-step                      1 - USABLE
 
 The numbers may come from a model's table (planning, without torch), from a probe that counts what autograd keeps, or
 from peaks measured on a device.
@@ -27,12 +27,13 @@ class StepMemory:
     weights: int
     masters: int
     gradients: int
-    momentum: int
+    momentum: int  # and the second moments of LAMB and AdamW
+    products: int  # buffers of Muon, which a checkpoint does not contain
     activations: int
 
     @property
     def total(self) -> int:
-        return self.stored + self.gradients + self.activations
+        return self.stored + self.gradients + self.products + self.activations
 
     @property
     def stored(self) -> int:
@@ -49,12 +50,13 @@ def step_memory(specs: Sequence[TensorSpec], kept_bytes: int, optimizer: str = "
     LAMB and AdamW have two moments. Muon has two 16-bit buffers for products, which together are as large as its
     momentum.
     """
-    buffers = 2 if optimizer in ("lamb", "adamw", "muon") else 1
+    moment = sum(spec.numel * max(4, DTYPE_BYTES[spec.dtype]) for spec in specs)
     return StepMemory(
         weights=sum(spec.nbytes for spec in specs),
         masters=sum(spec.numel * 4 for spec in specs if spec.dtype in HALF_DTYPES),
         gradients=sum(spec.nbytes for spec in specs),
-        momentum=sum(spec.numel * max(4, DTYPE_BYTES[spec.dtype]) for spec in specs) * buffers,
+        momentum=moment * (2 if optimizer in ("lamb", "adamw") else 1),
+        products=moment if optimizer == "muon" else 0,
         activations=kept_bytes,
     )
 

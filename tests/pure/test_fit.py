@@ -44,6 +44,12 @@ def test_lamb_keeps_a_second_moment() -> None:
     assert lamb.total - lars.total == lars.momentum
 
 
+def test_products_of_muon_take_memory_in_a_step_and_none_in_a_checkpoint() -> None:
+    lars, muon = (step_memory(RESNET50.override(optimizer=name), 8) for name in ("lars", "muon"))
+    assert muon.total - lars.total == lars.momentum
+    assert muon.stored == lars.stored
+
+
 def test_a_step_of_the_batch_that_fits_fits_and_one_more_sample_does_not() -> None:
     memory, fixed, sample = 16 * 2**30, 3 * 10**8, 4 * 10**7
     batch = fit.fitting_batch(memory, fixed, sample)
