@@ -156,7 +156,7 @@ class Mirror:
         with self._room_lock():
             free = shutil.disk_usage(self.folder).free - _LEFT_FREE_BYTES
             if size > free:
-                raise DiskFull(f"the disk of {self.folder.parent} has no room for {size / 1e9:.1f} GB more")
+                raise DiskFull(f"the disk of {self.folder.parent} has no room for {size:,} more bytes")
             if self._make_room(size) < 0:
                 raise NoRoom(
                     f"the cache may hold {self.limit_bytes / 1e9:g} GB, and other runs use it; raise --data-cache-gb"
