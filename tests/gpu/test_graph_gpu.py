@@ -56,9 +56,13 @@ def config(**values):
 
 
 def train(out, **values):
-    record = loop.run(config(out=str(out), **values), Ranks())
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return record, [(line["step"], line.get("loss"), line.get("top1")) for line in lines]
+    return loop.run(config(out=str(out), **values), Ranks()), curve(out)
+
+
+def curve(out):
+    """(step, loss, accuracy) of each line that a run has written."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row.get("loss"), row.get("top1")) for row in rows]
 
 
 def dropped(classes, in_channels):
