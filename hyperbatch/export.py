@@ -200,7 +200,7 @@ def _onnx_program(model: nn.Module, images: Tensor) -> Any:
         import onnxscript  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise InputError(f"--format onnx needs {error.name}; run pip install 'hyperbatch[onnx]'") from error
-    with warnings.catch_warnings(), _quiet("torch.onnx"):
+    with warnings.catch_warnings(), _quiet_onnx():
         warnings.simplefilter("ignore")  # torch's exporter calls what torch deprecates
         try:
             return torch.onnx.export(
@@ -223,11 +223,11 @@ def _onnx_program(model: nn.Module, images: Tensor) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet(logger: str) -> Iterator[None]:
-    """A context without the logger's warnings about packages that are not installed."""
+def _quiet_onnx() -> Iterator[None]:
+    """A context without torch's warnings about packages for ONNX that are not installed."""
     import logging
 
-    log = logging.getLogger(logger)
+    log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)
     try:

@@ -30,8 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SAMPLE_COLUMNS = 6  # int64: address, width, height, bytes from a pixel to the next column, row, channel
-VIEW_COLUMNS = 7  # fp32: left, top, width and height of the box; shift x, shift y; mirrored
+# The columns of a sample (int64): address, width, height, bytes from a pixel to the next column, row, channel.
+# The columns of a view (fp32): left, top, width and height of the box; shift x, shift y; mirrored.
 _BLOCK = 512  # measured on an H200: 0.74 ms for 256 crops of 500x375 photographs; 1024: 0.81
 _WARPS = 4
 _DRAW_BLOCK = 128

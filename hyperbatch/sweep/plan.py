@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from hyperbatch.config import Config, fields, format_value
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, nearest
 from hyperbatch.recipes import Recipe, adapted, find_recipe
 from hyperbatch.sweep.values import (
     GLOBAL_BATCH,
@@ -42,7 +42,6 @@ from hyperbatch.sweep.values import (
     Values,
     check_count,
     check_disjoint,
-    check_known,
     key_of,
     read_confirm,
     read_folder_name,
@@ -198,7 +197,9 @@ def parse_plan(values: Mapping[str, Any], *, name: str = "sweep", text: str = ""
     for key in values:
         if key != "seed" and key in {spec.name for spec in fields()} - set(KEYS):
             raise InputError(f"{key} is a field of the config; write it below [fixed], [grid] or [[arms]]")
-    check_known(values, KEYS, "the plan")
+    for key in values:
+        if key not in KEYS:
+            raise InputError(f"the plan must not have {key!r}{nearest(key, list(KEYS))}")
     name = read_folder_name(values, name)
     if "recipe" not in values:
         raise InputError('recipe is missing; write recipe = "NAME" (`hyperbatch recipes` lists them)')
