@@ -403,8 +403,8 @@ def test_graph_on_makes_it_an_error(monkeypatch):
         build_run(config(graph="on"), Ranks(), torch.device("cpu"))
 
 
-def test_graphs_of_other_shapes_make_room(tmp_path, played, monkeypatch):
-    """A second shape that does not fit beside the first is captured after the first has gone."""
+def room_for_two(played, monkeypatch):
+    """The third graph finds no memory until the first two are freed."""
     capture = played.capture
 
     def out_of_memory_once(run):
@@ -413,6 +413,11 @@ def test_graphs_of_other_shapes_make_room(tmp_path, played, monkeypatch):
         return capture(run)
 
     monkeypatch.setattr(played, "capture", out_of_memory_once)
+
+
+def test_graphs_of_other_shapes_make_room(tmp_path, played, monkeypatch):
+    """A second shape that does not fit beside the first is captured after the first has gone."""
+    room_for_two(played, monkeypatch)
     monkeypatch.setattr(loop, "STRIDES_AHEAD", 1)
     record, *_ = train(tmp_path)
     assert played.released == 1
@@ -424,14 +429,7 @@ def test_graphs_of_other_shapes_make_room(tmp_path, played, monkeypatch):
 
 
 def test_a_shape_that_made_room_is_captured_again(tmp_path, played, monkeypatch):
-    capture = played.capture
-
-    def out_of_memory_once(run):
-        if played.captured == 2 and not played.released:
-            raise torch.OutOfMemoryError("no room")
-        return capture(run)
-
-    monkeypatch.setattr(played, "capture", out_of_memory_once)
+    room_for_two(played, monkeypatch)
     values = {"model": "toy:pooled", "size_phases": SIZES, "batch_phases": (BatchPhase(0, 24),)}
     record, weights, found = train(tmp_path / "captured", **values)
     assert (played.captured, played.released) == (6, 1)
