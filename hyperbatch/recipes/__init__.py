@@ -215,12 +215,6 @@ def stretched(phases: tuple[SizePhase, ...], factor: float) -> tuple[SizePhase, 
     return tuple(SizePhase(round(phase.from_epoch * factor, 6), phase.image_size) for phase in phases)
 
 
-def batch_note(config: Config) -> str | None:
-    """`Recipe.batch_note` of the built-in recipe from which a config was made."""
-    recipe = all_recipes().get(config.recipe)
-    return None if recipe is None else recipe.batch_note(config)
-
-
 def weights_note(config: Config) -> str | None:
     """Returns a line if the fine-tuning recipe has no pretrained weights to start from."""
     if config.recipe != "finetune" or config.model.init_from is not None:
@@ -228,7 +222,8 @@ def weights_note(config: Config) -> str | None:
     return "finetune starts from random weights; use --init-from to start from pretrained weights"
 
 
-def size_note(config: Config) -> str | None:
-    """`Recipe.size_note` of the built-in recipe from which a config was made."""
-    recipe = all_recipes().get(config.recipe)
-    return None if recipe is None else recipe.size_note(config)
+def recipe_notes(config: Config) -> list[str]:
+    """Returns a line for each way in which a config differs from what the figures of its recipe hold for."""
+    recipe = all_recipes().get(config.recipe)  # None for a custom recipe
+    found = [] if recipe is None else [recipe.batch_note(config), recipe.size_note(config)]
+    return [note for note in (weights_note(config), *found) if note]
