@@ -182,7 +182,7 @@ def tensors_and_groups(config: Config, channels: int) -> tuple[tuple[TensorSpec,
     for name, (module, local) in owners(model).items():
         param = module.get_parameter(local)
         if param.requires_grad:
-            kind = kind_of(module, local, param)
+            kind = kind_of(module, param)
             wide = dtype if kind == "weight" or dtype not in HALF_DTYPES else "float32"
             specs.append(TensorSpec(name=name, shape=tuple(param.shape), kind=kind, dtype=wide))
     return tuple(reversed(specs)), group_summary(optim, model)

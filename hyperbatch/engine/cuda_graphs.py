@@ -11,7 +11,6 @@ stream on which it runs. All graphs share one memory pool; tensors that outlive 
 state) are outside it.
 """
 
-# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import contextlib

@@ -20,7 +20,7 @@ Their traffic is 1 + 2 bytes for each element in 16 bits: 50,000 images of 32x32
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -5,8 +5,6 @@ grads    [ address or 0 ]             new after zero_grad(set_to_none=True); con
 numbers  [ lr, decay, momentum, ... ] per group; capturable rates are read from their own tensors
 """
 
-# Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
 import math

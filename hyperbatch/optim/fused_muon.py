@@ -1,7 +1,5 @@
 """The host side of Muon's kernels: the buffers of each matrix, and the order of the tiles of all products."""
 
-# Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -152,7 +152,7 @@ def test_warm_up_after_a_resume_leaves_no_trace(tmp_path, monkeypatch):
     assert resumed_losses == whole_losses
 
 
-def test_all_state_is_preserved(tmp_path):
+def test_all_state_is_preserved():
     """Also what no later step would show: random numbers, gradients, counts, rates."""
     torch.set_num_threads(1)
     run = build_run(config(model="toy:normed", precision="fp16"), Ranks(), torch.device("cpu"))
@@ -390,7 +390,7 @@ def test_a_model_that_replaces_a_buffer_is_not_captured_and_its_warm_up_leaves_n
     assert found == plain_losses
 
 
-def test_graph_on_makes_it_an_error(monkeypatch):
+def test_graph_on_makes_it_an_error():
     run = build_run(config(), Ranks(), torch.device("cpu"))
     run.config = run.config.override(graph="on")
     backend = Played()

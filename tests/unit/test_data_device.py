@@ -377,7 +377,7 @@ def test_a_share_of_the_images_is_decoded_by_the_cpu(tmp_path):
 
 
 @inside
-def test_a_reading_process_that_dies_is_reported(tmp_path):
+def test_a_reading_process_that_dies_is_reported():
     pool = ReaderPool(1, 1, 1 << 16, pin=False)
     try:
         pool._processes[0].kill()

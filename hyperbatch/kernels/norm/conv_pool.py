@@ -20,8 +20,7 @@ gradient handles the two pixels of z in a line together, so it needs 12 tiles of
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from dataclasses import dataclass
