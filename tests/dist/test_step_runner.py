@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import sys
 import types
 
 import pytest
 import torch
 from harness import run_ranks
-from test_training import ranks_here
+from test_training import metrics, ranks_here
 from toy import config, flat_weights, same_bits
 
 from hyperbatch.comm import sync as sync_module
@@ -80,17 +79,12 @@ def played(monkeypatch):
 
 def train(out, **values):
     record = loop.run(config(out=str(out), **values), Ranks())
-    return record, flat_weights(out), losses(out)
+    return record, flat_weights(out), metrics(out)
 
 
 def runner_of(run, kind=StepRunner, **options):
     """As the loop makes it."""
     return kind(run.learner, micro_step, run.config, run.ranks, run.warnings, **options)
-
-
-def losses(out):
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line.get("loss"), line.get("top1")) for line in lines]
 
 
 CASES = {
