@@ -91,6 +91,14 @@ class Recipe:
         config = self._built()
         return config if global_batch is None else config.override(global_batch=global_batch)
 
+    def with_values(self, values: Mapping[str, Any]) -> Config:
+        """Returns the config with fields replaced by name. `global_batch` may be among them."""
+        fields = dict(values)
+        global_batch = fields.pop("global_batch", None)
+        if global_batch is not None and "batch_phases" in fields:
+            raise InputError("batch_phases sets the batch of every phase; leave out global_batch")
+        return adapted(self.config(global_batch), fields)
+
     def _built(self, **arguments: int) -> Config:
         try:
             inspect.signature(self.build).bind(**arguments)
@@ -193,10 +201,7 @@ def find_recipe(name: str) -> Recipe:
 def get_recipe(name: str, **values: Any) -> Config:
     """Returns a recipe's config with fields replaced by name: `get_recipe("digits", epochs=5, global_batch=128)`."""
     check_kind("name", name, str, "give the name of a recipe, such as 'digits'")
-    global_batch = values.pop("global_batch", None)
-    if global_batch is not None and "batch_phases" in values:
-        raise InputError("batch_phases sets the batch of every phase; leave out global_batch")
-    return adapted(find_recipe(name).config(global_batch), values)
+    return find_recipe(name).with_values(values)
 
 
 def adapted(config: Config, values: Mapping[str, Any]) -> Config:

@@ -35,7 +35,7 @@ from typing import Any
 
 from hyperbatch.config import Config, fields, format_value
 from hyperbatch.errors import InputError, nearest
-from hyperbatch.recipes import Recipe, adapted, find_recipe
+from hyperbatch.recipes import Recipe, find_recipe
 from hyperbatch.sweep.values import (
     GLOBAL_BATCH,
     Confirm,
@@ -223,7 +223,7 @@ def parse_plan(values: Mapping[str, Any], *, name: str = "sweep", text: str = ""
                 raise InputError(f"arm {block.name!r} has two values of confirm for one search; leave out one of them")
             with_data = overrides if data is None else {**overrides, "data": data}
             try:
-                config = _configured(recipe.config, {"nproc": 1, **with_data})
+                config = recipe.with_values({"nproc": 1, **with_data})
             except InputError as error:
                 raise InputError(f"{title(point)}: {error}") from None
             for seed in block.seeds:
@@ -369,13 +369,6 @@ def _recipe(name: str) -> Recipe:
 def _product(grid: Values) -> Iterator[Values]:
     for values in itertools.product(*grid.values()):
         yield dict(zip(grid, values, strict=True))
-
-
-def _configured(build: Any, overrides: Values) -> Config:
-    if GLOBAL_BATCH in overrides and "batch_phases" in overrides:
-        raise InputError("batch_phases sets the batch of every phase; leave out global_batch")
-    rest = {name: value for name, value in overrides.items() if name != GLOBAL_BATCH}
-    return adapted(build(overrides.get(GLOBAL_BATCH)), rest)
 
 
 def _check_distinct(runs: Sequence[PlannedRun]) -> None:
