@@ -29,7 +29,7 @@ from hyperbatch.checkpoint import Checkpoint
 from hyperbatch.config import Config
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_from
-from hyperbatch.vocabulary import IMAGENET_MEAN, IMAGENET_STD
+from hyperbatch.vocabulary import IMAGENET_MEAN, IMAGENET_STD, TIMM_MODEL
 
 CHECKED_IMAGES = 3  # batch size with which an ONNX file is compared with the model
 CHECKED_SHARE = 1e-3  # largest difference as a share of the largest logit: the order of additions differs
@@ -123,7 +123,7 @@ class TrainedModel:
         unless `trust_code` is True."""
         named = {"model": self.config.model.model} | ({"data set": self.config.data.dataset} if data else {})
         for what, name in named.items():
-            if ":" in name and not name.startswith("timm/") and not trust_code:
+            if ":" in name and not name.startswith(TIMM_MODEL) and not trust_code:
                 raise InputError(
                     f"{self.path} names {name} as its {what}, which is Python code that would be imported and run; "
                     "use --trust-code (in Python trust_code=True) if you trust it"
