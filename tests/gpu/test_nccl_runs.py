@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 from test_graph_gpu import config as small_run
-from test_graph_gpu import curve
+from test_graph_gpu import curve, losses_of
 
 from hyperbatch import checkpoint
 from hyperbatch.config import BatchPhase, SizePhase
@@ -40,10 +40,6 @@ def train(folder, world_size, cases, **options):
     return {name: curve(folder / name.replace(" ", "_")) for name in cases}, seen[0]
 
 
-def losses(rows):
-    return [loss for _, loss, _ in rows if loss is not None]
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_captured_runs_give_the_bits_of_plain_ones(tmp_path, world_size):
     grid = f"2x{world_size // 2}"
@@ -69,13 +65,13 @@ def test_captured_runs_give_the_bits_of_plain_ones(tmp_path, world_size):
         assert seen[f"{name} on"][0], name
         assert not seen[f"{name} off"][0], name
         if name == "optimal groups":  # each run measures its own, and sums of other groups round otherwise
-            assert losses(curves[f"{name} on"]) == pytest.approx(losses(curves[f"{name} off"]), rel=1e-4)
+            assert losses_of(curves[f"{name} on"]) == pytest.approx(losses_of(curves[f"{name} off"]), rel=1e-4)
         else:
             assert curves[f"{name} on"] == curves[f"{name} off"], name
-    plain = losses(curves["flat off"])
+    plain = losses_of(curves["flat off"])
     for name in ("hybrid", "hierarchical", "accumulation"):
         same = name != "accumulation"  # its batch-norm statistics are those of half the samples
-        assert losses(curves[f"{name} off"]) == pytest.approx(plain, rel=1e-3 if same else 0.2), name
+        assert losses_of(curves[f"{name} off"]) == pytest.approx(plain, rel=1e-3 if same else 0.2), name
 
 
 def test_strides_give_the_bits_of_single_steps(tmp_path):
@@ -111,10 +107,10 @@ def test_a_batch_shared_by_ranks_trains_as_one_rank_would(tmp_path, world_size):
     }
     curves, seen = train(tmp_path, world_size, cases)
     alone = loop.run(config(out=str(tmp_path / "alone")), Ranks())
-    expected = losses(curve(tmp_path / "alone"))
+    expected = losses_of(curve(tmp_path / "alone"))
     assert len(expected) == alone.result.steps == 10
     for name, rows in curves.items():
-        assert losses(rows) == pytest.approx(expected, rel=1e-3), name
+        assert losses_of(rows) == pytest.approx(expected, rel=1e-3), name
     assert {name for name, (graph, _) in seen.items() if graph} == {"captured", "sharded, captured"}
     assert curves["sharded, captured"] == curves["sharded"]
 
@@ -133,11 +129,11 @@ def test_the_fused_step_is_exchanged_and_captured(tmp_path, world_size):
     curves, seen = train(tmp_path, world_size, cases)
     assert all(fused for _, fused in seen.values()), seen
     assert {name for name, (graph, _) in seen.items() if graph} == {name for name in cases if name.endswith(" on")}
-    plain = losses(curves["flat off"])
+    plain = losses_of(curves["flat off"])
     for name, rows in curves.items():
         if not name.startswith("grouped"):
-            assert losses(rows) == pytest.approx(plain, rel=0.02), name
-    assert losses(curves["grouped norm on"]) == pytest.approx(losses(curves["grouped norm off"]), rel=0.02)
+            assert losses_of(rows) == pytest.approx(plain, rel=0.02), name
+    assert losses_of(curves["grouped norm on"]) == pytest.approx(losses_of(curves["grouped norm off"]), rel=0.02)
 
 
 def test_ranks_train_inside_a_group_of_the_caller_that_knows_only_nccl(tmp_path):
@@ -145,6 +141,6 @@ def test_ranks_train_inside_a_group_of_the_caller_that_knows_only_nccl(tmp_path)
     train(tmp_path, 2, {"parts": {"max_steps": 4}}, backend="nccl")
     parts, seen = train(tmp_path, 2, {"parts": {"max_steps": 8, "resume": True}}, backend="nccl")
     assert seen["parts"][0]
-    assert losses(parts["parts"]) == losses(whole["whole"])
+    assert losses_of(parts["parts"]) == losses_of(whole["whole"])
     a, b = (checkpoint.load(tmp_path / name).model for name in ("whole", "parts"))
     assert all(torch.equal(a[name], b[name]) for name in a)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from interpreter import INTERPRETED, inside, outside, run_by_the_interpreter
+from test_muon import set_grads
 from torch import nn
 
 from hyperbatch.arena import Arena
@@ -74,12 +75,6 @@ def make_params(dtype, seed=0):
     values.append(torch.randn(6, 4, 3, 3, generator=generator).to(memory_format=torch.channels_last))
     params = [nn.Parameter(value.to(dtype)) for value in values]
     return [*params, nn.Parameter(torch.randn(6, 10, generator=generator).to(dtype)[:, ::2])]
-
-
-def set_grads(params, seed, scale=1.0):
-    generator = torch.Generator().manual_seed(100 + seed)
-    for param in params:
-        param.grad = (torch.randn(param.shape, generator=generator) * scale).to(param.dtype)
 
 
 def run(path, dtype, steps=2, scale=None, kind=LARS, **options):

@@ -12,6 +12,7 @@ import subprocess
 import pytest
 import torch
 from interpreter import inside, outside, run_by_the_interpreter
+from test_muon import set_grads
 from torch import nn
 
 from hyperbatch.arena import Arena
@@ -134,12 +135,6 @@ def make_params(dtype, shapes=SHAPES):
 
 def few_params(dtype):
     return make_params(dtype, [(9,), (33, 20)])
-
-
-def set_grads(params, seed, scale=1.0):
-    generator = torch.Generator().manual_seed(100 + seed)
-    for param in params:
-        param.grad = (torch.randn(param.shape, generator=generator) * scale).to(param.dtype)
 
 
 def run(path, dtype, make=make_params, updates=2, scale=None, **options):
