@@ -27,7 +27,6 @@ import itertools
 import json
 import math
 import shlex
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +35,7 @@ from typing import Any
 from hyperbatch.config import Config, fields, format_value
 from hyperbatch.errors import InputError, nearest
 from hyperbatch.recipes import Recipe, find_recipe
+from hyperbatch.recipes.files import read_toml
 from hyperbatch.sweep.values import (
     GLOBAL_BATCH,
     Confirm,
@@ -180,13 +180,7 @@ class Plan:
 
 def load_plan(path: Path, *, data: str | None = None) -> Plan:
     """Reads a plan file. data: the folder of the data set on this machine, for every run."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
-        values = tomllib.loads(text)
-    except OSError as error:
-        raise InputError(f"plan {path}: cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"plan {path}: not valid TOML ({error})") from None
+    text, values = read_toml(path, "plan", encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
     try:
         return parse_plan(values, name=path.stem, text=text, data=data)
     except InputError as error:
