@@ -44,6 +44,11 @@ def notes_of(error: BaseException) -> tuple[str, ...]:
     return tuple(getattr(error, "__notes__", ()))
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or the error's type if there is no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def nearest(name: Any, known: list[str] | tuple[str, ...], *, listed_by: str | None = None) -> str:
     """Returns `; did you mean 'x'?` for a misspelt name, or the list of known names if none is similar.
 

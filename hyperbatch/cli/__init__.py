@@ -66,7 +66,7 @@ def command() -> NoReturn:
 
 
 def _fail(message: object, code: int) -> int:
-    if is_first_rank():  # an error that one rank finds is raised on all ranks, see engine.ranks.together
+    if is_first_rank():  # an error that one rank finds is raised on all ranks, see engine.ranks.errors_shared
         try:
             line = str(message).replace("\n", "\\n")  # the name of a file may contain one
             print(f"hyperbatch: {line}", file=sys.stderr)

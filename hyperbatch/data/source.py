@@ -301,16 +301,11 @@ def open_data(config: DataConfig) -> tuple[Source, Source]:
 
 def open_eval(config: DataConfig) -> Source:
     """Opens the validation set alone. In a folder of images, the training set may be missing."""
-    return open_split(config, "val")
-
-
-def open_split(config: DataConfig, split: str) -> Source:
-    """Opens one split alone. In a folder of images, the other split may be missing."""
     if config.dataset == "images":
         from hyperbatch.data.layouts import open_one, recognise
 
-        return open_one(recognise(data_place(config)), split)
-    return open_data(config)[("train", "val").index(split)]
+        return open_one(recognise(data_place(config)), "val")
+    return open_data(config)[1]
 
 
 def check_data(config: DataConfig) -> DataCounts:

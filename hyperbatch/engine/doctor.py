@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hyperbatch.engine.agent import check_nproc, default_nproc, start_ranks
 from hyperbatch.engine.ranks import Ranks, find_ranks
 from hyperbatch.engine.scratch import scratch_folder
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, first_line
 from hyperbatch.tables import text_table
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _package(name: str) -> Check:
     try:
         importlib.import_module(name)
     except Exception as error:  # a build for another torch fails in many ways at import
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         detail = (
             f"{version} cannot be imported ({reason}); install a build that fits torch and Python here, or remove it"
         )
@@ -170,7 +170,7 @@ def _join_and_check(ranks: Ranks, collectives: bool, failed: list[Check]) -> tup
             dist.all_gather_object(everyone, (socket.gethostname(), failed))
             rows = _check_grids(ranks, device) if collectives else []
     except (InputError, RuntimeError) as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        line = first_line(error)
         return [], [Check("ranks", False, f"rank {ranks.rank} of {ranks.world_size}: {line}")]
     others = {f"{host} {check.name}": check for host, checks in everyone for check in checks if check not in failed}
     hosts = len({host for host, _ in everyone})

@@ -3,7 +3,6 @@
 `find_ranks` only reads environment variables, so it can be called before torch is loaded; `join` does the rest.
 """
 
-# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import contextlib
@@ -263,7 +262,7 @@ def leave_group(device: torch.device) -> None:
         dist.destroy_process_group()
         return
     with contextlib.suppress(Exception):  # the original error is the one to report
-        dist.distributed_c10d._abort_process_group()  # pyright: ignore[reportAttributeAccessIssue]
+        dist.distributed_c10d._abort_process_group()
 
 
 _host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 
 from hyperbatch.config import ModelConfig
-from hyperbatch.errors import InputError, check_whole, load_object, nearest, own_code
+from hyperbatch.errors import InputError, check_whole, first_line, load_object, nearest, own_code
 from hyperbatch.models.alexnet import AlexNetBN
 from hyperbatch.models.initial import dirac_
 from hyperbatch.models.layers import adopt
@@ -175,7 +175,7 @@ def _timm() -> Any:
     try:
         import timm  # pyright: ignore[reportMissingImports]
     except (ImportError, RuntimeError) as error:
-        reason, advice = str(error).splitlines()[0], "run pip install 'hyperbatch[timm]'"
+        reason, advice = first_line(error), "run pip install 'hyperbatch[timm]'"
         if isinstance(error, RuntimeError):  # torchvision was built for another torch
             advice = f"install the torchvision that was built for torch {torch.__version__}"
         raise InputError(f"timm cannot be imported ({reason}); {advice}") from error
@@ -211,8 +211,8 @@ def pretrained_weights(model: str, *, in_channels: int, fetch: bool = True) -> d
     """Returns timm's pretrained weights for one of its models, or for one of our ResNets, which have the same names.
     They include the head that they were trained with. fetch=False: returns tensors without values
     (`without_values`)."""
-    name = model.removeprefix("timm/")
-    if not model.startswith("timm/") and name not in ("resnet50d", *(f"resnet{depth}" for depth in IMAGENET_DEPTHS)):
+    name = model.removeprefix(TIMM_MODEL)
+    if not model.startswith(TIMM_MODEL) and name not in ("resnet50d", *(f"resnet{depth}" for depth in IMAGENET_DEPTHS)):
         raise InputError(f"--init-from timm: timm has no weights for {model}; use --model timm/NAME or resnet50")
     try:
         timm = _timm()
@@ -224,7 +224,7 @@ def pretrained_weights(model: str, *, in_channels: int, fetch: bool = True) -> d
         build = partial(timm.create_model, name, pretrained=fetch, in_chans=in_channels)
         return (build() if fetch else without_values(build)).state_dict()
     except Exception as error:  # a hub, a proxy or a cache may raise anything
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise InputError(f"--init-from timm: the weights of {name!r} cannot be fetched: {reason}") from error
 
 

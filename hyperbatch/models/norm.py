@@ -100,7 +100,7 @@ class _SharedBatchNorm(torch.autograd.Function):
         return output.to(x.dtype), mean, var, count
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale, count = ctx.saved_tensors
         grad = _widen(grad_output)
         normal = (_widen(x) - _lift(mean)) * _lift(scale)
@@ -167,7 +167,7 @@ def set_norm_group(model: nn.Module, process_group: dist.ProcessGroup | None) ->
 def keep_statistics(norm: _BatchNorm) -> None:
     """Makes the norm use its running statistics without updating them from now on, even while the model is trained."""
     norm.eval()
-    norm.train = MethodType(_stay, norm)  # type: ignore[method-assign]
+    norm.train = MethodType(_stay, norm)
 
 
 def keeps_statistics(norm: nn.Module) -> bool:

@@ -61,7 +61,7 @@ def test_the_command_saves_a_config_and_trains_nothing(capsys, tmp_path):
     assert resolved(capsys, "--config", path) == hyperbatch.get_recipe("digits", epochs=3.0, global_batch=128)
 
 
-def test_the_batch_of_a_file(tmp_path):
+def test_the_batch_of_a_file():
     """A recipe is told it; a file that has a batch for every phase is scaled by the flag."""
     mlperf = find_recipe("mlperf_resnet50")
     batch = sorted(mlperf.batches)[0]
