@@ -29,6 +29,7 @@ from hyperbatch.data.shard_writer import (
     ShardPlan,
     cannot_write,
     is_finished,
+    part_of,
     skipped_rows,
     write_atomically,
     write_shards,
@@ -288,7 +289,7 @@ def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append
                 raise InputError(
                     f"{dst} holds a pack with another shard size, or other options for its images; give an empty folder"
                 )
-        elif any(dst.iterdir()):
+        elif any(path != part_of(plan) for path in dst.iterdir()):
             raise InputError(f"{dst} is not empty and holds no pack; give an empty folder")
         elif append:
             raise InputError(f"--append: {dst} holds no pack to add to; pack without it first")

@@ -125,6 +125,14 @@ def test_an_interrupted_pack_is_finished_by_the_next(tree, tmp_path, monkeypatch
     assert verify(tmp_path / "dst").ok
 
 
+def test_a_pack_that_was_killed_while_it_wrote_its_first_file_is_done_by_the_next(tree, tmp_path):
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "dst" / "pack.json.part").write_bytes(b'{"format": "hyperb')
+    pack(tree, tmp_path / "dst")
+    pack(tree, tmp_path / "whole")
+    assert files(tmp_path / "dst") == files(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("last", ["manifest.json", "skipped.txt"])
 def test_a_disk_that_the_last_files_fill_is_one_line(tree, tmp_path, monkeypatch, last):
     (tree / "train" / "a" / "gone.jpg").symlink_to(tmp_path / "nowhere")
