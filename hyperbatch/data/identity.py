@@ -23,6 +23,7 @@ _FORMS = {
     "FolderSource": "folders",
     "TarSource": "tars",
     "MemberSource": "archives",
+    "ParquetSource": "parquet files",
     "ShardSource": "packed shards",
     "RemoteShardSource": "packed shards",
 }

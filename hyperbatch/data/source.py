@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import unicodedata
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -400,6 +401,9 @@ def check_same_classes(train: tuple[str, ...], val: tuple[str, ...], where: Path
         if extra:
             shown = ", ".join(sorted(extra)[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
             parts.append(f"only in {split}: {shown}")
+    composed, other = ({unicodedata.normalize("NFC", name) for name in names} for names in (train, val))
+    if parts and composed == other:
+        parts.append("they look the same, but their letters have different Unicode forms, NFC and NFD")
     raise InputError(
         f"{where}: train and val have different classes ({'; '.join(parts) or 'other order'}); make them equal"
     )

@@ -240,6 +240,13 @@ def test_tars_with_other_classes_or_no_members(tmp_path):
     assert "no members named val/CLASS/IMAGE.jpg" in message(images(tmp_path))
 
 
+def test_class_names_that_only_look_alike_are_told(tmp_path):
+    """macOS may write the letters of a name in another Unicode form than Linux."""
+    for split, name in (("train", "caf\u00e9"), ("val", "cafe\u0301")):
+        (tmp_path / split / name).mkdir(parents=True)
+    assert "they look the same, but their letters have different Unicode forms" in message(images(tmp_path))
+
+
 def test_an_unknown_data_set_gets_the_nearest_name():
     assert "did you mean 'digits'" in message(DataConfig(dataset="digit"))
 

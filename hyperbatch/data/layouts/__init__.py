@@ -21,7 +21,7 @@ from hyperbatch.data.layouts.found import TEST, TRAIN, VAL_NAMES, Found, check_a
 from hyperbatch.data.layouts.imagenet import imagenet_tars, imagenet_tree
 from hyperbatch.data.layouts.parquet import parquet
 from hyperbatch.data.layouts.tables import SUFFIXES as TABLES
-from hyperbatch.data.layouts.tables import only_table, table_file, tables
+from hyperbatch.data.layouts.tables import only_table, split_table, table_file, tables
 from hyperbatch.data.layouts.trees import image_folder, tiny_imagenet
 from hyperbatch.data.layouts.webdataset import webdataset
 from hyperbatch.data.remote.store import Address
@@ -121,8 +121,10 @@ def _folder_tree(folder: Path) -> Found | None:
 
 
 def _any_folder_tree(folder: Path) -> Found | None:
-    """Recognises a tree that no other layout recognised. Opening it reports what is missing."""
-    return _image_tree(FolderTree(folder))
+    """Recognises a tree that no other layout recognised, such as flat train/ and val/ folders. Without a table of their
+    labels, opening it reports what is missing."""
+    found = _image_tree(FolderTree(folder))
+    return found and (split_table(folder) or found)
 
 
 def _tars(folder: Path) -> Found | None:
@@ -213,15 +215,18 @@ def _further_down(folder: Path) -> Found | None:
     names = [name for name in tree.folders() if name not in (*splits, "lost+found")]
     # A larger number of folders are class folders, and listing them would be wasted time.
     names = [name for name in names if not _is_class_folder(tree.within(name))] if len(names) <= _MAX_INNER else []
-    # A set that was made from an image folder, such as packed shards, may lie next to it, so folders are tried first.
-    for layouts in ((_folder_tree,), _OF_SETS):
+
+    def only(layouts: tuple[Layout, ...]) -> Found | None:
         answers = ((layout(folder / name) for layout in layouts) for name in names)
         inner = [found for each in answers if (found := next(filter(None, each), None)) is not None]
         if len(inner) > 1:
             named = ", ".join(found.where for found in inner)
             raise InputError(f"{folder} holds several data sets: {named}; give --data one of them")
-        if inner:
-            return inner[0]
+        return inner[0] if inner else None
+
+    # A set that was made from an image folder, such as packed shards, may lie next to it, so folders are tried first.
+    if found := only((_folder_tree,)) or split_table(folder) or only(_OF_SETS):
+        return found
     files = [folder / name for name in tree.files() if name.endswith(archives.SUFFIXES)]
     if len(files) > 1:
         named = ", ".join(path.name for path in files)

@@ -10,6 +10,7 @@ import gzip
 import io
 import lzma
 import os
+import stat
 import struct
 import tarfile
 import zipfile
@@ -34,6 +35,7 @@ _TRAILER_BYTES = 24  # the most bytes that may follow a member's data
 _MOST_INFLATED = 1032  # the largest compression ratio of deflate
 _UTF8 = 0x800  # the flag of a zip's member that says that its name is in UTF-8
 _WINDOWS = 0  # the system that made the zip
+_UNIX_MODE = 16  # place of a file's mode in the attributes that Unix writes
 _ZIP_COLUMNS = {"size", "crc32", "deflated"}  # columns of MEMBER that only zips have
 
 MEMBER = np.dtype(
@@ -353,13 +355,15 @@ def _zip_members(content: Content) -> kept.Arrays:
     stored = [member.orig_filename.encode("utf-8" if member.flag_bits & _UTF8 else "cp437") for member in members]
     places = _behind_headers(content, stored, members)
     spans = [(place, member.compress_size) for place, member in zip(places, members, strict=True)]
-    return {
+    is_file = np.array([not stat.S_ISLNK(member.external_attr >> _UNIX_MODE) for member in members], dtype=bool)
+    columns = {
         "names": np.array([os.fsencode(_zip_name(*both)) for both in zip(members, stored, strict=True)], dtype=bytes),
         "spans": np.array(spans, dtype=np.int64).reshape(-1, 2),
         "size": np.array([member.file_size for member in members], dtype=np.int64),
         "crc32": np.array([member.CRC for member in members], dtype=np.int64),
         "deflated": np.array([member.compress_type == zipfile.ZIP_DEFLATED for member in members], dtype=bool),
     }
+    return {name: column[is_file] for name, column in columns.items()}
 
 
 def _zip_name(member: zipfile.ZipInfo, stored: bytes) -> str:
