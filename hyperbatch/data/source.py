@@ -13,7 +13,7 @@ import os
 import resource
 import unicodedata
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -394,19 +394,22 @@ def data_path(config: DataConfig) -> Path:
 
 def check_same_classes(train: tuple[str, ...], val: tuple[str, ...], where: Path | str) -> None:
     """Raises InputError if the classes differ. It names those that only one split has."""
-    if train == val:
-        return
+    if train != val:
+        told = class_difference(train, val, ("in train", "in val"))
+        raise InputError(f"{where}: train and val have different classes ({told}); make them equal")
+
+
+def class_difference(first: Sequence[str], second: Sequence[str], places: tuple[str, str]) -> str:
+    """Says how two lists of classes differ: which of them are only in the first or the second place."""
     parts = []
-    for split, extra in (("train", set(train) - set(val)), ("val", set(val) - set(train))):
+    for place, extra in zip(places, (set(first) - set(second), set(second) - set(first)), strict=True):
         if extra:
             shown = ", ".join(sorted(extra)[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
-            parts.append(f"only in {split}: {shown}")
-    composed, other = ({unicodedata.normalize("NFC", name) for name in names} for names in (train, val))
+            parts.append(f"only {place}: {shown}")
+    composed, other = ({unicodedata.normalize("NFC", name) for name in names} for names in (first, second))
     if parts and composed == other:
         parts.append("they look the same, but their letters have different Unicode forms, NFC and NFD")
-    raise InputError(
-        f"{where}: train and val have different classes ({'; '.join(parts) or 'other order'}); make them equal"
-    )
+    return "; ".join(parts) or "in another order"
 
 
 def _user_data(config: DataConfig) -> tuple[Source, Source]:

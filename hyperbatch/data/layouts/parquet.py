@@ -116,7 +116,10 @@ def _unpack(files: list[Path], out: IO[bytes]) -> None:
         for row, (data, value) in enumerate(_rows(path)):
             label = label_text(value)
             if not isinstance(data, bytes) or label is None:
-                raise InputError(f"{path} row {row} has no image or no label inside; write the file with them")
+                raise InputError(
+                    f"{path} row {row} has no image or no label (a text or a whole number) inside; "
+                    "write the file with them"
+                )
             out.write(data)
             spans.append((place, len(data)))
             labels.append(label.encode())

@@ -225,7 +225,9 @@ def _columns(path: Path, header: list[str]) -> tuple[int, int, int | None]:
 def _row(path: Path, number: int, file: Any, label: Any, split: Any) -> _Row:
     text = label_text(label)
     if not isinstance(file, str) or not file.strip() or text is None:
-        raise InputError(f"{path} line {number} has no path or no label; correct or remove it")
+        raise InputError(
+            f"{path} line {number} has no path or no label (a text or a whole number); correct or remove it"
+        )
     if "\0" in file or not can_be_printed(file):
         raise InputError(f"{path} line {number} has a path that no file can have; correct or remove it")
     return _Row(number, file.strip(), text, split.strip().lower() if isinstance(split, str) else None)
