@@ -429,6 +429,36 @@ OWN = {
 }
 
 
+@pytest.mark.parametrize("split", ["train", "both"])
+@pytest.mark.parametrize(
+    ("classes", "told"),
+    [
+        ((0, 1), r"own: classes must be a tuple of str, got \(0, 1\); convert them with str\(\)"),
+        (np.array(["a", "b"]), "own: classes must be a tuple of str, got array"),
+        (tuple(np.array(["a", "b"])), "own: classes must be a tuple of str"),
+        (2, "own: classes must be a tuple of str, got 2"),
+        ("ab", "own: classes must be a tuple of str, got 'ab'"),
+        (("a", "a"), "own: classes must have different names"),
+    ],
+)
+def test_own_classes_are_names(monkeypatch, classes, told, split):
+    """With others, a run trained to its end, and its checkpoints could not be read."""
+    val = Own(classes=classes) if split == "both" else Own()
+    monkeypatch.setattr(source, "load_object", lambda *_: lambda config: (Own(classes=classes), val))
+    with pytest.raises(InputError, match=told):
+        check_data(DataConfig(dataset="some:data"))
+
+
+def test_own_classes_may_be_a_list_in_one_split(monkeypatch):
+    monkeypatch.setattr(source, "load_object", lambda *_: lambda config: (Own(classes=["a", "b"]), Own()))
+    assert check_data(DataConfig(dataset="some:data")).classes == 2
+
+
+def test_an_error_in_the_first_own_image_is_told(monkeypatch):
+    monkeypatch.setattr(source, "load_object", lambda *_: lambda config: (Own(image=lambda i: {}[i]), Own()))
+    assert "own: image(0) raised KeyError: 0 (in <lambda>" in message(DataConfig(dataset="some:data"))
+
+
 @pytest.mark.parametrize("kind", OWN)
 def test_own_data_is_checked_when_it_is_opened(monkeypatch, kind):
     value, text = OWN[kind]
