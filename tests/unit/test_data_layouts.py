@@ -157,6 +157,19 @@ def test_a_zip_of_an_image_folder(tmp_path, method, prefix):
     assert recognise(tmp_path / "alone").kind == "folder in a zip"
 
 
+@pytest.mark.parametrize(("system", "name"), [(3, os.fsdecode(b"caf\xe9")), (0, "caf\u0398")])
+def test_names_in_a_zip_that_are_not_utf_8(tmp_path, system, name):
+    """Of the code page 437 if Windows wrote them, and otherwise as they are in a folder."""
+    with zipfile.ZipFile(tmp_path / "set.zip", "w") as file:
+        for path in folder_set()[0]:
+            member = zipfile.ZipInfo(path.replace("/b/", "/caf_/"))
+            member.create_system = system
+            file.writestr(member, jpeg(1))
+    content = (tmp_path / "set.zip").read_bytes()
+    (tmp_path / "set.zip").write_bytes(content.replace(b"caf_", b"caf\xe9"))
+    assert open_data(images(tmp_path / "set.zip"))[0].classes == ("a", name)
+
+
 def test_links_in_a_zip_are_skipped_as_in_a_tar(tmp_path):
     """`zip -y` stores them as files that hold the target's path."""
     files, train, val = folder_set()

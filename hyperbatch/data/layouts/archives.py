@@ -34,7 +34,7 @@ _HEADER_MAGIC, _HEADER_BYTES = b"PK\3\4", 30  # header of a zip's member, withou
 _TRAILER_BYTES = 24  # the most bytes that may follow a member's data
 _MOST_INFLATED = 1032  # the largest compression ratio of deflate
 _UTF8 = 0x800  # the flag of a zip's member that says that its name is in UTF-8
-_WINDOWS = 0  # the system that made the zip
+_WINDOWS, _UNIX = 0, 3  # the system that made the zip
 _UNIX_MODE = 16  # place of a file's mode in the attributes that Unix writes
 _ZIP_COLUMNS = {"size", "crc32", "deflated"}  # columns of MEMBER that only zips have
 
@@ -367,12 +367,12 @@ def _zip_members(content: Content) -> kept.Arrays:
 
 
 def _zip_name(member: zipfile.ZipInfo, stored: bytes) -> str:
-    """Returns the member's name as unzip reads it. Finder and zip write UTF-8 without setting the flag, and old Windows
-    programs write backslashes."""
+    """Returns the member's name as unzip reads it. Finder and zip write UTF-8 without setting the flag, zip writes the
+    bytes of any other name on Unix, and old Windows programs write backslashes."""
     name = member.filename
     if not member.flag_bits & _UTF8:
         with contextlib.suppress(UnicodeDecodeError):
-            name = stored.decode()
+            name = stored.decode(errors="surrogateescape" if member.create_system == _UNIX else "strict")
     return name.replace("\\", "/") if member.create_system == _WINDOWS else name
 
 
