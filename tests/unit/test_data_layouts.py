@@ -139,6 +139,14 @@ def test_a_set_one_folder_further_down(tmp_path):
     assert "holds several data sets" in message(tmp_path / "set")
 
 
+@pytest.mark.parametrize("given", ["train", "val", "."])
+def test_one_split_of_a_set_is_told(tmp_path, monkeypatch, given):
+    root = folder_set()[0].folder(tmp_path / "set")
+    monkeypatch.chdir(root / "train")
+    told = message(given if given == "." else root / given)
+    assert f"{given} is only one split of the data set; use --data {root}" in told
+
+
 # --- archives of image folders
 
 

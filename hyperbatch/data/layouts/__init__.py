@@ -30,6 +30,7 @@ from hyperbatch.data.source import ArraySource, EncodedSource, check_same_classe
 from hyperbatch.errors import InputError
 
 PACKED = "shards"  # the kind of a packed set, whose splits share one list of classes
+_SPLITS = (TRAIN, *VAL_NAMES, TEST)
 _MAX_INNER = 32  # the most subfolders that are searched for a set
 
 
@@ -62,6 +63,9 @@ def recognise(path: Path | Address) -> Found:
         raise InputError(f"{path} is neither a folder nor a supported file ({kinds}); see docs/data.md")
     tree = FolderTree(path)
     if any(is_image(name) for folder in tree.folders()[:_MAX_INNER] for name in tree.within(folder).files()):
+        above, name = path.absolute().parent, path.absolute().name
+        if name in _SPLITS and sum((above / name).is_dir() for name in _SPLITS) > 1:
+            raise InputError(f"{path} is only one split of the data set; use --data {above}")
         raise InputError(
             f"{path} has class folders but no train/ and val/ folders; move each CLASS/ to {path}/train/CLASS/, and "
             f"about a fifth of its images to {path}/val/CLASS/"
@@ -129,10 +133,9 @@ def _any_folder_tree(folder: Path) -> Found | None:
 
 def _tars(folder: Path) -> Found | None:
     """SPLIT*.tar with members SPLIT/CLASS/.../FILE."""
-    names = (TRAIN, *VAL_NAMES, TEST)
     files: dict[str, list[Path]] = {}
-    for path in tar_paths(folder, names):
-        files.setdefault(max((name for name in names if path.name.startswith(name)), key=len), []).append(path)
+    for path in tar_paths(folder, _SPLITS):
+        files.setdefault(max((name for name in _SPLITS if path.name.startswith(name)), key=len), []).append(path)
     val = val_name(files, folder)
     if TRAIN not in files and val is None:
         return None
@@ -211,8 +214,8 @@ def _is_class_folder(tree: FolderTree) -> bool:
 
 def _further_down(folder: Path) -> Found | None:
     """Recognises the only set that the folder holds, in a subfolder or an archive."""
-    tree, splits = FolderTree(folder), (TRAIN, *VAL_NAMES, TEST)
-    names = [name for name in tree.folders() if name not in (*splits, "lost+found")]
+    tree = FolderTree(folder)
+    names = [name for name in tree.folders() if name not in (*_SPLITS, "lost+found")]
     # A larger number of folders are class folders, and listing them would be wasted time.
     names = [name for name in names if not _is_class_folder(tree.within(name))] if len(names) <= _MAX_INNER else []
 
