@@ -289,6 +289,8 @@ def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append
                 raise InputError(
                     f"{dst} holds a pack with another shard size, or other options for its images; give an empty folder"
                 )
+            if (dst / MANIFEST).exists():
+                _forget_unfinished(dst, held["splits"], wanted)
         elif any(path != part_of(plan) for path in dst.iterdir()):
             raise InputError(f"{dst} is not empty and holds no pack; give an empty folder")
         elif append:
@@ -311,6 +313,24 @@ def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append
         if isinstance(error, InputError):
             raise
         raise _cannot_pack(dst, error) from error
+
+
+def _forget_unfinished(dst: Path, held: dict[str, dict[str, str]], wanted: dict[str, dict[str, str]]) -> None:
+    """Removes the classes of an interrupted addition that have changed since, and all of its shards, from a complete
+    pack. The manifest does not list them."""
+    manifest = read_manifest(dst)
+    for name in held.keys() & wanted.keys():
+        split = manifest.splits.get(name)
+        packed = {manifest.classes[number] for number in split.classes} if split else set()
+        unfinished = {each: found for each, found in held[name].items() if each not in packed}
+        if unfinished.items() <= wanted[name].items():
+            continue
+        held[name] = {each: found for each, found in held[name].items() if each in packed}
+        listed = {Path(shard.name).stem for shard in split.shards} if split else set()
+        # The indexes first: an index means that its shard is complete.
+        for path in sorted(dst.glob(f"{name}-*"), key=lambda path: path.suffix != ".npy"):
+            if path.name.partition(".")[0] not in listed:
+                path.unlink()
 
 
 def _class_order(before: Manifest | None, sources: dict[str, EncodedSource]) -> tuple[str, ...]:

@@ -133,6 +133,39 @@ def test_a_pack_that_was_killed_while_it_wrote_its_first_file_is_done_by_the_nex
     assert files(tmp_path / "dst") == files(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("append", [True, False])
+def test_classes_of_an_interrupted_addition_may_change_before_it_is_finished(tree, tmp_path, monkeypatch, append):
+    """Otherwise the whole set had to be packed again."""
+    pack(tree, tmp_path / "dst", shard_bytes=8000)
+    before = files(tmp_path / "dst")
+    for split in ("train", "val"):
+        shutil.copytree(tree / split / "a", tree / split / "c")
+
+    def interrupted(plan, *rest):
+        if plan.path.name.startswith("val"):
+            raise InputError("interrupted")
+        return write(plan, *rest)
+
+    write = shard_writer._write_shard
+    monkeypatch.setattr(shard_writer, "_write_shard", interrupted)
+    with pytest.raises(InputError, match="interrupted"):
+        pack(tree, tmp_path / "dst", shard_bytes=8000, append=True)
+    monkeypatch.undo()
+    image = tree / "train" / "c" / "a.0.jpg"
+    if append:  # pixels change and the size stays
+        image.write_bytes(image.read_bytes()[::-1])
+        pack(tree, tmp_path / "dst", shard_bytes=8000, append=True)
+        train, val = opened(tmp_path / "dst")
+        assert (train.classes, len(train), len(val)) == (("a", "b", "c"), 60, 15)
+        assert contents(train) == contents(opened(tree)[0])
+        assert verify(tmp_path / "dst").problem_count == 1, "of the reversed file"
+    else:  # the class is given up
+        for split in ("train", "val"):
+            shutil.rmtree(tree / split / "c")
+        pack(tree, tmp_path / "dst", shard_bytes=8000)
+        assert files(tmp_path / "dst") == before
+
+
 @pytest.mark.parametrize("last", ["manifest.json", "skipped.txt"])
 def test_a_disk_that_the_last_files_fill_is_one_line(tree, tmp_path, monkeypatch, last):
     (tree / "train" / "a" / "gone.jpg").symlink_to(tmp_path / "nowhere")
