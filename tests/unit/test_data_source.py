@@ -19,7 +19,16 @@ from hyperbatch.data.cifar import CIFAR10, count_cifar, open_cifar
 from hyperbatch.data.digits import open_digits
 from hyperbatch.data.folders import FolderSource, TarSource
 from hyperbatch.data.gpu import reader_process
-from hyperbatch.data.source import ArraySource, BadSample, EncodedSource, Source, check_data, open_data, open_eval
+from hyperbatch.data.source import (
+    ArraySource,
+    BadSample,
+    EncodedSource,
+    Location,
+    Source,
+    check_data,
+    open_data,
+    open_eval,
+)
 from hyperbatch.errors import InputError
 
 
@@ -597,3 +606,19 @@ def test_gzip_that_is_cut(tmp_path):
     (tmp_path / "train.tar.gz").write_bytes(gzip.compress(b"x" * 5000)[:-9])
     write_tar(tmp_path / "val.tar", [("val/a/0.jpg", jpeg())])
     assert "train.tar.gz cannot be read" in message(images(tmp_path))
+
+
+def test_a_reading_process_keeps_few_files_open(tmp_path, monkeypatch):
+    """It left those open that it no longer used. A set of 1,024 shards reached the limit of the process, and then the
+    training process read the images."""
+    monkeypatch.setattr(reader_process, "_open", opened := {})
+    monkeypatch.setattr(reader_process, "max_open_files", lambda: 5)
+    for number in range(40):
+        (tmp_path / str(number)).write_bytes(b"..%02d.." % number)
+    before, room = len(os.listdir("/proc/self/fd")), memoryview(bytearray(100))
+    for number in (*range(40), *range(40)):
+        assert reader_process._read(Location(str(tmp_path / str(number)), 2, 2), room) == 2
+        assert bytes(room[:2]) == b"%02d" % number
+    assert len(os.listdir("/proc/self/fd")) - before == len(opened) == 5
+    for descriptor in opened.values():
+        os.close(descriptor)
