@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import lzma
@@ -307,8 +308,15 @@ def _is_image_file(entry: os.DirEntry[str]) -> bool:
     return not os.path.isdir(entry.path) if entry.is_symlink() else entry.is_file()
 
 
+def check_readable(path: Path) -> None:
+    """Raises InputError if the user may not read the file. Those who read archives take other errors for damage."""
+    if not os.access(path, os.R_OK):
+        raise InputError(f"{path} cannot be read: {os.strerror(errno.EACCES)}; check its permissions")
+
+
 def _tar_content(path: Path) -> bytes | mmap.mmap:
     """Returns the uncompressed tar: memory-mapped from disk, or unpacked once into memory."""
+    check_readable(path)
     try:
         if path.name.endswith(".xz"):
             with lzma.open(path) as file:

@@ -178,6 +178,18 @@ def test_names_in_a_zip_that_are_not_utf_8(tmp_path, system, name):
     assert open_data(images(tmp_path / "set.zip"))[0].classes == ("a", name)
 
 
+@pytest.mark.parametrize(
+    "name", ["set.zip", "set.tar.gz", "train.zip", "train.tar", "train-0.parquet", "cifar-10-python.tar.gz"]
+)
+def test_an_archive_that_may_not_be_read_is_not_said_to_be_damaged(tmp_path, monkeypatch, name):
+    """Emulated, because a test may run as root, whom no permission stops."""
+    path = folder_set()[0].tar(tmp_path / name)
+    (tmp_path / name.replace("train", "val")).write_bytes(path.read_bytes())
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda given, mode: given != path and allowed(given, mode))
+    assert f"{path} cannot be read: Permission denied; check its permissions" in message(tmp_path)
+
+
 def test_links_in_a_zip_are_skipped_as_in_a_tar(tmp_path):
     """`zip -y` stores them as files that hold the target's path."""
     files, train, val = folder_set()

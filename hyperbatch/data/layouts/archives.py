@@ -22,7 +22,15 @@ from typing import IO, NamedTuple, cast
 import numpy as np
 
 from hyperbatch.data import kept
-from hyperbatch.data.folders import Listed, decoded, is_image, names_below_classes, path_parts, read_into_memory
+from hyperbatch.data.folders import (
+    Listed,
+    check_readable,
+    decoded,
+    is_image,
+    names_below_classes,
+    path_parts,
+    read_into_memory,
+)
 from hyperbatch.data.source import BadSample, EncodedSource, Location, max_open_files
 from hyperbatch.data.tars import plain_files
 from hyperbatch.errors import InputError
@@ -227,6 +235,7 @@ class ArchiveTree:
 def open_archive(path: Path) -> ArchiveTree:
     """Opens a tar or zip. Raises InputError if it cannot be read in the format that its name says."""
     if path.name.endswith(".zip"):
+        check_readable(path)
         content = Content(path, path)
         index = kept.indexed(path, "members of a zip", lambda: _zip_members(content))
     else:
@@ -262,6 +271,7 @@ def tar_content(path: Path) -> Content:
             while chunk := archive.read(_CHUNK_BYTES):
                 file.write(chunk)
 
+    check_readable(path)
     try:
         if path.name.endswith(".tar"):
             return Content(path, path)

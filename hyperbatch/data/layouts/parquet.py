@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 
 from hyperbatch.data import kept
-from hyperbatch.data.folders import Listed
+from hyperbatch.data.folders import Listed, check_readable
 from hyperbatch.data.layouts.archives import Content, MemberSource, plain_rows
 from hyperbatch.data.layouts.found import (
     TRAIN,
@@ -94,6 +94,8 @@ def _pyarrow() -> Any:
 
 
 def _unpacked(files: list[Path]) -> tuple[Content, kept.Arrays]:
+    for file in files:
+        check_readable(file)
     name = f"parquet-{kept.INDEX_VERSION}-{kept.state_of(files)[:16]}.images"
     path = kept.made_once(name, lambda file: _unpack(files, file))
     if path is None:
