@@ -282,6 +282,8 @@ def tar_content(path: Path) -> Content:
         with unpacked() as archive:
             return Content(path, read_into_memory(archive, path))
     except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(f"{path} cannot be read: {error}; fetch or write it again") from error
 
 
