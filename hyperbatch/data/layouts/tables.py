@@ -163,12 +163,13 @@ def _rows(path: Path) -> list[_Row]:
 
 
 def _csv_rows(path: Path, text: str) -> list[_Row]:
-    reader = csv.reader(io.StringIO(text), delimiter=_separator(path, text.partition("\n")[0]))
+    # strict: otherwise, a quotation mark that is not closed takes the rows up to the next one for one field.
+    reader = csv.reader(io.StringIO(text), delimiter=_separator(path, text.partition("\n")[0]), strict=True)
     try:
         # Excel writes empty rows for rows that were cleared.
         lines = [(reader.line_num, line) for line in reader if any(map(str.strip, line))]
     except csv.Error as error:
-        raise InputError(f"{path} is not a table: {error}; write it again") from error
+        raise InputError(f"{path} is not a table: {error} in line {reader.line_num}; write it again") from error
     if not lines:
         return []
     first, header = lines[0][1], _lowered(lines[0][1])
@@ -180,6 +181,8 @@ def _csv_rows(path: Path, text: str) -> list[_Row]:
             raise InputError(f"{path} line {number} has {len(line)} fields, not {len(header)}; correct it")
         if is_named and _lowered(line) == header:
             raise InputError(f"{path} line {number} repeats the names of the columns; remove it")
+        if "\n" in line[columns[0]]:
+            raise InputError(f"{path} line {number} ends a path with a line break in it; correct its quotation marks")
         rows.append(_row(path, number, *(None if place is None else line[place] for place in columns)))
     return rows
 
