@@ -24,6 +24,7 @@ from hyperbatch.config import DataConfig
 from hyperbatch.data.folders import FolderSource, is_image
 from hyperbatch.data.layouts import PACKED, open_both, open_one, recognise
 from hyperbatch.data.recompress import Recompress
+from hyperbatch.data.remote.store import is_address
 from hyperbatch.data.shard_writer import (
     Progress,
     ShardPlan,
@@ -120,7 +121,9 @@ def pack(
     if shard_bytes < 1 or workers < 0:
         raise InputError(f"shard size {shard_bytes} and workers {workers}: must be positive")
     recompress = Recompress(short_side=short_side, quality=quality, decoded=decoded)
-    src, dst = data_path(DataConfig(dataset="images", data=str(src))), Path(dst)
+    if is_address(str(dst)):
+        raise InputError(f"{dst} is an address; pack into a folder of this machine, and copy the folder to the address")
+    src, dst = data_path(DataConfig(dataset="images", data=str(src))), Path(dst).expanduser()
     _, sources = open_splits(src, split)
     if any(isinstance(source, ShardSource) for source in sources.values()):
         raise InputError(f"{src} is packed already; give the folder tree or tars it was made from")

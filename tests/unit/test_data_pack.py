@@ -196,6 +196,17 @@ def test_a_folder_that_can_no_longer_be_written_is_one_line(tree, tmp_path, monk
         pack(tree, tmp_path / "dst", workers=1)
 
 
+def test_a_set_is_packed_into_a_folder_and_not_at_an_address(tree, tmp_path, monkeypatch):
+    """It was written to a folder named s3: below the current one."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="s3://bucket/set is an address; pack into a folder of this machine"):
+        pack(tree, "s3://bucket/set")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    pack(tree, "~/packed")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "src"]
+    assert verify(tmp_path / "home" / "packed").ok
+
+
 def test_a_folder_of_something_else_is_not_touched(tree, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("x")
