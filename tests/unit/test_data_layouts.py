@@ -139,6 +139,16 @@ def test_a_set_one_folder_further_down(tmp_path):
     assert "holds several data sets" in message(tmp_path / "set")
 
 
+def test_a_manifest_of_another_program_is_passed_over(tmp_path):
+    files, train, val = folder_set()
+    files["manifest.json"] = b'{"name": "pets", "icons": []}'
+    root = files.folder(tmp_path / "set")
+    is_read(root, tmp_path, kind="folder", classes=("a", "b"), train=train, val=val)
+    (tmp_path / "packed" / "pack.json").unlink()
+    (tmp_path / "packed" / "manifest.json").write_bytes(files["manifest.json"])
+    assert "is not a manifest of packed shards" in message(tmp_path / "packed"), "beside indexes of shards"
+
+
 @pytest.mark.parametrize("given", ["train", "val", "."])
 def test_one_split_of_a_set_is_told(tmp_path, monkeypatch, given):
     root = folder_set()[0].folder(tmp_path / "set")

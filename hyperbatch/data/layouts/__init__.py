@@ -25,7 +25,7 @@ from hyperbatch.data.layouts.tables import only_table, split_table, table_file, 
 from hyperbatch.data.layouts.trees import image_folder, tiny_imagenet
 from hyperbatch.data.layouts.webdataset import webdataset
 from hyperbatch.data.remote.store import Address
-from hyperbatch.data.shards import MANIFEST, ShardSource, holds_plan, read_manifest
+from hyperbatch.data.shards import ShardSource, holds_packed, read_manifest
 from hyperbatch.data.source import ArraySource, EncodedSource, check_same_classes
 from hyperbatch.errors import InputError
 
@@ -94,7 +94,7 @@ def _at_address(address: Address) -> Found:
 
 def _packed(folder: Path) -> Found | None:
     # An interrupted pack has no manifest yet. Without this check, its shards would be read as a smaller WebDataset.
-    if not (folder / MANIFEST).exists() and not holds_plan(folder):
+    if not holds_packed(folder):
         return None
     manifest = read_manifest(folder)
     return Found(
