@@ -19,6 +19,7 @@ from typing import Any
 
 from hyperbatch.callbacks import Hooks, forwarded
 from hyperbatch.config import Config
+from hyperbatch.data.remote.store import is_address
 from hyperbatch.data.source import DataCounts, check_data, has_data
 from hyperbatch.engine.agent import check_nproc, count_gpus, default_nproc, start_ranks
 from hyperbatch.engine.context import open_context
@@ -66,6 +67,8 @@ def _train(config: Config, callbacks: Iterable[Any], ranks: Ranks | None) -> Run
     hooks = Hooks([*callbacks, *trackers_of(config)] if ranks is None or ranks.rank == 0 else ())
     if config.run.resume != "no" and not config.run.out:
         raise InputError("--resume needs the folder of the run to continue; add --out DIR")
+    if is_address(config.run.out):
+        raise InputError(f"--out {config.run.out} is an address; give a folder of this machine, and copy the results")
     if not has_data(config.data):
         address = published_data(config)
         download = f", or download the published data set with --data {address}" if address else ""

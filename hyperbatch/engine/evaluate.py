@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hyperbatch.data.batch import Batch
 from hyperbatch.data.loader import eval_batches
 from hyperbatch.data.remote.store import is_address
-from hyperbatch.data.source import open_eval
+from hyperbatch.data.source import class_difference, open_eval
 from hyperbatch.engine.cuda_graphs import Backend, NotCaptured, Replay
 from hyperbatch.engine.ranks import Ranks, join
 from hyperbatch.errors import InputError
@@ -300,8 +300,10 @@ def evaluate_checkpoint(
     with join(Ranks(), device, config.run.timeout_s) as place:
         eval_set = open_eval(config.data)
         if tuple(eval_set.classes) != trained.classes:
+            told = class_difference(trained.classes, eval_set.classes, ("in the checkpoint", "in the data set"))
             raise InputError(
-                f"the {len(eval_set.classes)} classes of the data set differ from those of the checkpoint; check --data"
+                f"the {len(eval_set.classes)} classes of the data set differ from those of the checkpoint ({told}); "
+                "check --data"
             )
         model = trained.build(trust_code=trust_code)
         dtype = torch.float64 if config.optim.precision == "fp64" else torch.float32
