@@ -237,7 +237,7 @@ def own_module(monkeypatch):
     module = types.ModuleType("someones_models")
     for function in OWN:
         setattr(module, function.__name__, function)
-    module.number = 3  # type: ignore[attr-defined]
+    module.number, module.network = 3, own_plain(2)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "someones_models", module)
 
 
@@ -257,7 +257,11 @@ def test_own_model_gets_what_its_signature_takes(function):
     [
         ("resnet5", "did you mean 'resnet"),
         ("someones_models:own_not_a_module", "returned a int; it must return a torch.nn.Module"),
-        ("someones_models:own_needs_more", "missing a required argument: 'depth'; only classes can be given"),
+        (
+            "someones_models:own_needs_more",
+            "missing a required argument: 'depth'; give it a default, since only classes",
+        ),
+        ("someones_models:network", "is a network; give the class or the function that builds it"),
         (
             "someones_models:own_factory_of_nothing",
             "has no argument for the number of classes; call it classes or num_classes",
