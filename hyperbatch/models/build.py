@@ -207,6 +207,16 @@ def _timm_model(
         raise InputError(f"model 'timm/{name}' cannot be built: {reason}") from error
 
 
+def fixed_size(model: str) -> int | None:
+    """Returns the size in pixels of the only images that a timm model accepts; None if it accepts several sizes, or if
+    it cannot be built, which an error says later."""
+    try:
+        about = _timm().get_pretrained_cfg(model.removeprefix(TIMM_MODEL))
+    except (InputError, RuntimeError):  # no timm, or an unknown tag of the weights
+        return None
+    return about.input_size[-1] if about is not None and about.fixed_input_size else None
+
+
 def pretrained_weights(model: str, *, in_channels: int, fetch: bool = True) -> dict[str, Tensor]:
     """Returns timm's pretrained weights for one of its models, or for one of our ResNets, which have the same names.
     They include the head that they were trained with. fetch=False: returns tensors without values
