@@ -248,7 +248,10 @@ def backward_order(model: nn.Module, run_backward: Callable[[], None]) -> list[s
         with torch.no_grad():
             for places, name, buffer, saved in buffers:
                 places[name] = buffer  # forward may have replaced the tensor
-                buffer.copy_(saved)
+                if not any(
+                    stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
+                ):
+                    buffer.copy_(saved)  # torch does not write to an expanded tensor, whose elements share memory
     if named and not finished:
         raise InputError(
             "run_backward has computed no gradient of the model; give a function that ends with loss.backward()"

@@ -30,7 +30,7 @@ from hyperbatch.engine.ranks import Ranks, join
 from hyperbatch.errors import InputError
 from hyperbatch.export import load_trained
 from hyperbatch.models.layers import in_evaluation, to_channels_last
-from hyperbatch.models.norm import merge_over_ranks, norm_buffers, persistent_buffers
+from hyperbatch.models.norm import merge_over_ranks, persistent_buffers
 from hyperbatch.models.tta import VIEWS, plain_and_averaged
 from hyperbatch.optim.averaging import WeightAverage
 from hyperbatch.recipes.files import run_config
@@ -193,8 +193,9 @@ class Evaluator:
         """Copies the sources to the stand-ins. Statistics are merged over ranks (rule 4 of docs/design.md)."""
         sources = self._sources()
         if self._group is not None:
-            norms = norm_buffers(self._model)
-            sources |= merge_over_ranks({name: sources[name] for name in sources if name in norms}, self._group)
+            # By name, as checkpoints do, so that an evaluation of a checkpoint has the same result.
+            buffers = persistent_buffers(self._model)
+            sources |= merge_over_ranks({name: sources[name] for name in sources if name in buffers}, self._group)
         if sources:
             torch._foreach_copy_([self._stand_ins[name] for name in sources], list(sources.values()))
 

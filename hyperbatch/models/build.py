@@ -112,8 +112,8 @@ def create_model(
         model = adopt(foreign_model(name, classes, in_channels, zero_init_last_gamma, drops))
         if any(param.is_floating_point() and param.dtype != torch.float32 for param in model.parameters()):
             model.float()  # all models start in fp32; the run chooses the precision that it computes in
-        for param in model.parameters():
-            param.data = param.data.contiguous()  # the elements of an expanded tensor share memory
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.contiguous()  # the elements of an expanded tensor share memory
     else:
         raise InputError(f"unknown model {name!r}{nearest(name, model_names())}")
     for module in model.modules():
@@ -207,6 +207,16 @@ def _timm_model(
         raise InputError(f"model 'timm/{name}' cannot be built: {reason}") from error
 
 
+def fixed_size(model: str) -> int | None:
+    """Returns the size in pixels of the only images that a timm model accepts; None if it accepts several sizes, or if
+    it cannot be built, which an error says later."""
+    try:
+        about = _timm().get_pretrained_cfg(model.removeprefix(TIMM_MODEL))
+    except (InputError, RuntimeError):  # no timm, or an unknown tag of the weights
+        return None
+    return about.input_size[-1] if about is not None and about.fixed_input_size else None
+
+
 def pretrained_weights(model: str, *, in_channels: int, fetch: bool = True) -> dict[str, Tensor]:
     """Returns timm's pretrained weights for one of its models, or for one of our ResNets, which have the same names.
     They include the head that they were trained with. fetch=False: returns tensors without values
@@ -232,6 +242,8 @@ def _own_model(
     path: str, classes: int, in_channels: int, zero_init_last_gamma: bool, drops: dict[str, float]
 ) -> nn.Module:
     build = load_object(path, "model")
+    if isinstance(build, nn.Module):
+        raise InputError(f"model {path!r} is a network; give the class or the function that builds it")
     try:
         signature = inspect.signature(build)
     except (TypeError, ValueError) as error:  # not callable, or a builtin that says nothing about its arguments
@@ -253,7 +265,8 @@ def _own_model(
     try:
         signature.bind(**given)
     except TypeError as error:
-        raise InputError(f"model {path!r}: {error}; only {', '.join(given) or 'nothing'} can be given to it") from error
+        names = "classes or num_classes, in_channels, and the others in docs/models.md"
+        raise InputError(f"model {path!r}: {error}; give it a default, since only {names} are passed") from error
     with own_code(f"model {path!r}", "it must return a torch.nn.Module"):
         model = _from_factory(build, path, given, offered) if passes_on else build(**given)
     if not isinstance(model, nn.Module):
@@ -266,6 +279,8 @@ def _check_modules(model: nn.Module, path: str) -> None:
     """Raises InputError if the model has modules whose weights cannot be accessed one by one, or do not exist yet."""
     for name, module in model.named_modules():
         what = f"model {path!r}: {name or 'the network'} is a {type(module).__name__}"
+        if isinstance(module, nn.DataParallel):
+            raise InputError(f"{what}; return the network inside of it, which a run distributes by itself (--nproc)")
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(f"{what}, which torch.jit has compiled; return the module that it was made of")
         for param in module.parameters(recurse=False):

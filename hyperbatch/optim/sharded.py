@@ -76,6 +76,8 @@ class ShardedUpdate:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # torch's schedulers warn if they are called before the optimizer's step.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._arena.reclaim()
         weight_norms = torch.zeros(len(self._arena.slots), dtype=torch.float64, device=self._arena.device)
         entries: dict[int, Entry] = {}

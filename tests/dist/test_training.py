@@ -29,6 +29,7 @@ from hyperbatch.engine.measure import choose_plan
 from hyperbatch.engine.ranks import Ranks, errors_shared, join, share
 from hyperbatch.engine.snapshot import gather_rows
 from hyperbatch.errors import InputError, RunFailed
+from hyperbatch.models.norm import merge_rows
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.record import RunRecord, read_metrics
 
@@ -262,6 +263,35 @@ def evaluates(rank):
 def test_evaluation_merges_batch_norm_statistics():
     """With the merged ones every answer is right, with each rank's own only rank 1's."""
     assert run_ranks(2, evaluates) == [(1.0, 8), (1.0, 8)]
+
+
+class OwnNorm(nn.Module):
+    """A norm that is none of torch's, and a mean that has no variance."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.register_buffer("running_mean", torch.full((1, 2, 1, 1), 2.0 * rank))
+        self.register_buffer("running_var", torch.ones(1, 2, 1, 1))
+        self.register_buffer("center", torch.tensor([rank, -rank]).float())
+
+    def forward(self, images):
+        normed = (images - self.running_mean) * self.running_var.rsqrt()
+        return normed.flatten(1) - self.center
+
+
+def evaluates_as_saved(rank):
+    evaluator = Evaluator(OwnNorm(rank), torch.device("cpu"), group=dist.group.WORLD)
+    return evaluator.evaluate([Batch(torch.tensor([[[[3.0]], [[1.0]]]]), torch.tensor([0]))]).val_loss
+
+
+def test_evaluation_uses_the_buffers_that_a_checkpoint_would():
+    """Statistics of any norm are merged; other buffers are those of rank 0."""
+    model = OwnNorm(0)
+    rows = {name: torch.stack([buffer, OwnNorm(1).get_buffer(name)]) for name, buffer in model.named_buffers()}
+    model.load_state_dict(merge_rows(rows))
+    logits = model(torch.tensor([[[[3.0]], [[1.0]]]]))
+    expect = nn.functional.cross_entropy(logits, torch.tensor([0])).item()
+    assert run_ranks(2, evaluates_as_saved) == pytest.approx([expect, expect])
 
 
 def in_a_group_for_gpus_alone(rank, folder):
