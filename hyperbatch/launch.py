@@ -191,7 +191,8 @@ def _train_as(config: Config, ranks: Ranks, hooks: Hooks, keeps_config: bool) ->
         except RunFailed as error:
             if config.run.out is None:
                 raise
-            raise type(error)(f"{error}; {resume_hint(Path(config.run.out))}") from error
+            error.args = (f"{error}; {resume_hint(Path(config.run.out))}",)
+            raise
     _check_preempted(record)
     if ranks.rank == 0:
         finish(record)

@@ -133,7 +133,7 @@ class Ending:
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """A context inside the process group: an error that leaves it has been reported to all ranks."""
+        """A context inside the process group: an error that leaves it has been reported to all ranks, and says so."""
         if not self._alone and self._store is None:
             self._default_store = dist.distributed_c10d._get_default_store()
             # A connection of its own, because calls that block occupy theirs.
@@ -141,11 +141,15 @@ class Ending:
         try:
             yield
         except BaseException as error:
+            if isinstance(error, (InputError, RunFailed)):
+                error.on_all_ranks = True
             if self._store is None or self._said:
                 raise
             cause = self._fail(error, self._store)
             if cause is not None:
-                raise (InputError if cause["kind"] == "InputError" else RunFailed)(cause["message"]) from error
+                adopted = (InputError if cause["kind"] == "InputError" else RunFailed)(cause["message"])
+                adopted.on_all_ranks = True
+                raise adopted from error
             raise
         if self._heart is not None:
             self._heart.stop()

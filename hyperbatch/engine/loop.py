@@ -27,7 +27,7 @@ from hyperbatch.engine.place import collective_of, place_of
 from hyperbatch.engine.preempt import Preemption
 from hyperbatch.engine.ranks import Ranks, join
 from hyperbatch.engine.rollback import may_roll_back, roll_back
-from hyperbatch.engine.run import Run, at_precision, build_run
+from hyperbatch.engine.run import Run, at_precision, build_run, check_equal_config
 from hyperbatch.engine.runner import StepRunner
 from hyperbatch.engine.saver import Saver
 from hyperbatch.engine.step import MicroStep
@@ -83,6 +83,7 @@ def run(
         ending.watch(config.run.timeout_s, raises=device.type == "cpu")
         if device.type == "cuda":
             prepare_triton()
+        check_equal_config(config, ranks, device)
         out = claim_folder(config, ranks, held)
         saved, told = snapshot.find_start(config, ranks, out)
         if saved is not None and snapshot.is_over(config, saved) and (out / "record.json").exists():

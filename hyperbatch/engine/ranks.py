@@ -289,7 +289,7 @@ def _gpu_index(ranks: Ranks, gpus: int) -> int:
     --gpus-per-task=1)."""
     if gpus == 1 and ranks.launcher == "slurm":
         return 0
-    if ranks.local_rank >= gpus:
+    if ranks.local_size > gpus:  # on every rank of this host
         raise InputError(
             f"{ranks.local_size} processes on {socket.gethostname()}, but torch sees {gpus} GPUs; "
             f"start one process per GPU"
