@@ -295,3 +295,12 @@ def refuse(rank: int) -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     run_ranks(2, refuse)
+
+
+def test_a_scheduler_of_torch_sees_its_steps():
+    """It warns if the optimizer has made no step before, and here its own `step` is never called."""
+    trainer = Trainer(GridComm(RankGrid(1, 1)), torch.float32, sharded=True)
+    schedule = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1, gamma=0.5)
+    trainer.step(0, 0)
+    schedule.step()  # a warning is an error here
+    assert schedule.get_last_lr() == [0.25] * len(trainer.optimizer.param_groups)
