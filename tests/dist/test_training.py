@@ -350,6 +350,21 @@ def test_resuming_what_is_over_changes_nothing(tmp_path):
     assert (tmp_path / "record.json").read_bytes() == before
 
 
+def train_on_a_disk_of_its_own(rank, folder, values):
+    (folder / f"host{rank}").mkdir(exist_ok=True)
+    os.chdir(folder / f"host{rank}")
+    return train_rank(rank, values)["result"]["steps"]
+
+
+def test_hosts_that_do_not_see_the_folder_of_rank_0_resume_it_too(tmp_path):
+    """Rank 0 alone knows that the run is over, and the others must not wait for it in the next exchange."""
+    values = {"out": "run", "resume": "auto"}
+    for steps in (2, 4, 4):
+        values["max_steps"] = steps
+        assert run_ranks(2, train_on_a_disk_of_its_own, tmp_path, values) == [steps, steps]
+    assert [path.name for path in tmp_path.glob("*/run")] == ["run"]
+
+
 @pytest.mark.parametrize("optimizer", ["lamb", "adamw", "sgd"])
 def test_other_update_rules_train_and_resume(tmp_path, optimizer):
     values = {"optimizer": optimizer, "lr": 0.02}
