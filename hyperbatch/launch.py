@@ -25,6 +25,7 @@ from hyperbatch.engine.context import open_context
 from hyperbatch.engine.folder import claimed, default_out, has_checkpoint, keep_config, resume_hint
 from hyperbatch.engine.ranks import Ranks, Terminated, ended_by_sigterm, find_ranks
 from hyperbatch.engine.scratch import scratch_folder
+from hyperbatch.engine.worker import quiet_torch
 from hyperbatch.errors import Damaged, InputError, Interrupted, Preempted, RunFailed, check_kind, notes_of
 from hyperbatch.kernels import workers
 from hyperbatch.plan import inventory
@@ -97,6 +98,7 @@ def _train(config: Config, callbacks: Iterable[Any], ranks: Ranks | None) -> Run
                 f"--max-restarts {config.run.max_restarts}: only {ranks.launcher} can restart these ranks; use its "
                 f"own option (torchrun --max-restarts, sbatch --requeue) and --resume auto"
             )
+        quiet_torch()
         if ranks.rank == 0:
             _say(opening(config, ranks.world_size))
         record = _train_here(config, ranks, hooks, keeps_config=True)
