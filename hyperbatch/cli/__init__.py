@@ -66,14 +66,15 @@ def command() -> NoReturn:
     raise SystemExit(code)
 
 
-def _fail(error: object, code: int) -> int:
-    """Prints the error on rank 0 and returns the code. Before the ranks have met, each knows only its own errors, such
-    as a file or a GPU that is missing on its host: the first rank of each host then prints them."""
+def _fail(error: InputError | RunFailed | str, code: int) -> int:
+    """Prints the error on rank 0 and returns the code. Before the ranks have met, each knows only its own errors: a
+    file or a GPU that is missing on its host, which the host's first rank prints, or a connection that failed."""
     place = place_of_rank()
     if place is not None and place.rank > 0:
         if code == 2:
             time.sleep(RANK_0_S)
-        if place.local_rank > 0 or getattr(error, "on_all_ranks", True) or isinstance(error, Interrupted):
+        of_all = isinstance(error, (str, Interrupted)) or error.on_all_ranks
+        if of_all or (place.local_rank > 0 and isinstance(error, InputError)):
             return code
         error = f"rank {place.rank} (host {socket.gethostname()}): {error}"
     try:

@@ -145,7 +145,9 @@ def _missing(store: dist.Store, prefix: str, ranks: Ranks) -> list[int]:
 
 def _not_all(ranks: Ranks, seconds: float, missing: Sequence[int] = ()) -> RunFailed:
     if not missing:
-        return RunFailed(f"the ranks could not connect within {seconds:g} s; are all {ranks.world_size} running?")
+        failed = RunFailed(f"the ranks could not connect within {seconds:g} s; are all {ranks.world_size} running?")
+        failed.on_all_ranks = ranks.rank > 0  # rank 0 knows who is missing
+        return failed
     from hyperbatch.comm.place import ranges  # a command that only starts ranks does not need it
 
     return RunFailed(
