@@ -218,7 +218,7 @@ def _connection_told(ranks: Ranks) -> Iterator[None]:
     except RunFailed:
         raise
     except (dist.DistError, RuntimeError) as error:  # gloo raises plain RuntimeError
-        reason = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
         advice = (
             "check that the hosts reach each other; if they have several networks, set GLOO_SOCKET_IFNAME and "
             "NCCL_SOCKET_IFNAME to the interface that they share"
