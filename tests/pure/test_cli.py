@@ -411,6 +411,16 @@ def test_each_host_says_what_is_wrong_and_waits_for_rank_0(capsys, monkeypatch, 
         assert err.count("did you mean '--epochs'?") == 1
 
 
+def test_a_dry_run_under_a_launcher_is_printed_once(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = ("train", "digits", "--device", "cpu", "--json")
+    for rank in (1, 0):
+        monkeypatch.setenv("RANK", str(rank))
+        for more in (("--dry-run",), ("--save-config", str(tmp_path / "config.toml"))):
+            code, out, _ = command(capsys, *words, *more)
+            assert (code, out.count("\n")) == (0, 1 - rank)
+
+
 def test_a_sweep_writes_each_line_in_one_piece(monkeypatch):
     """Parts side by side share stderr, and with PYTHONUNBUFFERED every write is one of the system's."""
     written = []
