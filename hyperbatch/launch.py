@@ -26,6 +26,7 @@ from hyperbatch.engine.context import open_context
 from hyperbatch.engine.folder import claimed, default_out, has_checkpoint, keep_config, resume_hint
 from hyperbatch.engine.ranks import Ranks, Terminated, ended_by_sigterm, find_ranks
 from hyperbatch.engine.scratch import scratch_folder
+from hyperbatch.engine.worker import quiet_torch
 from hyperbatch.errors import Damaged, InputError, Interrupted, Preempted, RunFailed, check_kind, notes_of
 from hyperbatch.kernels import workers
 from hyperbatch.plan import inventory
@@ -111,6 +112,7 @@ def _train_launched(config: Config, ranks: Ranks, hooks: Hooks) -> RunRecord:
             f"--max-restarts {config.run.max_restarts}: only {ranks.launcher} can restart these ranks; use its "
             f"own option (torchrun --max-restarts, sbatch --requeue) and --resume auto"
         )
+    quiet_torch()
     if ranks.rank == 0:
         _say(opening(config, ranks.world_size))
     return _train_here(config, ranks, hooks, keeps_config=True)
@@ -202,7 +204,8 @@ def _train_as(config: Config, ranks: Ranks, hooks: Hooks, keeps_config: bool) ->
         except RunFailed as error:
             if config.run.out is None:
                 raise
-            raise type(error)(f"{error}; {resume_hint(Path(config.run.out))}") from error
+            error.args = (f"{error}; {resume_hint(Path(config.run.out))}",)
+            raise
     _check_preempted(record)
     if ranks.rank == 0:
         finish(record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import ipaddress
 import json
 import os
 import platform
@@ -124,12 +125,18 @@ def _devices() -> Check:
 
 
 def _network() -> Check:
-    host = socket.gethostname()
+    """gloo listens at the address of the host's name, which other hosts must be able to reach."""
+    host, advice = socket.gethostname(), "set GLOO_SOCKET_IFNAME for runs over several hosts"
     try:
-        return Check("network", True, f"{host} resolves to {socket.gethostbyname(host)}")
+        address = socket.gethostbyname(host)
     except OSError:
-        # Gloo resolves the host name; if that fails, it cannot connect several hosts.
-        return Check("network", True, f"{host} has no address; set GLOO_SOCKET_IFNAME for runs over several hosts")
+        return Check("network", True, f"{host} has no address; {advice}")
+    is_own = ipaddress.ip_address(address).is_loopback and "GLOO_SOCKET_IFNAME" not in os.environ
+    return Check(
+        "network",
+        True,
+        f"{host} resolves to {address}" + (f", which other hosts cannot reach; {advice}" if is_own else ""),
+    )
 
 
 def _disk() -> Check:

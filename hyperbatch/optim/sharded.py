@@ -72,12 +72,12 @@ class ShardedUpdate:
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Like the optimizer's step. If any rank finds an inf or nan, the step is skipped on all ranks."""
+        # torch's schedulers warn if no step came before theirs.
+        self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # torch's schedulers warn if they are called before the optimizer's step.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._arena.reclaim()
         weight_norms = torch.zeros(len(self._arena.slots), dtype=torch.float64, device=self._arena.device)
         entries: dict[int, Entry] = {}

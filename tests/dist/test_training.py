@@ -41,8 +41,9 @@ def ranks_here():
     return Ranks(rank=rank, world_size=size, local_rank=rank, local_size=size, launcher="test")
 
 
-def train_rank(rank, values):
-    return run(config(**values), ranks_here()).to_dict()
+def train_rank(rank, values, own=()):
+    """own: (name, a value for each rank)."""
+    return run(config(**values, **{name: each[rank] for name, each in own}), ranks_here()).to_dict()
 
 
 def train(world_size, out, **values):
@@ -379,6 +380,21 @@ def test_resuming_what_is_over_changes_nothing(tmp_path):
     assert (tmp_path / "record.json").read_bytes() == before
 
 
+def train_on_a_disk_of_its_own(rank, folder, values):
+    (folder / f"host{rank}").mkdir(exist_ok=True)
+    os.chdir(folder / f"host{rank}")
+    return train_rank(rank, values)["result"]["steps"]
+
+
+def test_hosts_that_do_not_see_the_folder_of_rank_0_resume_it_too(tmp_path):
+    """Rank 0 alone knows that the run is over, and the others must not wait for it in the next exchange."""
+    values = {"out": "run", "resume": "auto"}
+    for steps in (2, 4, 4):
+        values["max_steps"] = steps
+        assert run_ranks(2, train_on_a_disk_of_its_own, tmp_path, values) == [steps, steps]
+    assert [path.name for path in tmp_path.glob("*/run")] == ["run"]
+
+
 @pytest.mark.parametrize("optimizer", ["lamb", "adamw", "sgd"])
 def test_other_update_rules_train_and_resume(tmp_path, optimizer):
     values = {"optimizer": optimizer, "lr": 0.02}
@@ -401,6 +417,26 @@ def test_a_host_whose_data_is_not_complete_is_told_on_all_ranks(tmp_path):
         run_ranks(2, train_rank, {"out": str(tmp_path), "dataset": "toy:data_without_a_sample_on_rank_1"})
     said = "'239 train samples (ArraySource, "
     assert str(failed.value).count(said) == 2, "on both ranks"
+
+
+@pytest.mark.parametrize(
+    ("name", "values"), [("seed", (3, 4)), ("log_every_steps", (1, 2)), ("label_smoothing", (0.1, 0.2))]
+)
+def test_a_host_that_was_started_with_another_command_is_told_on_all_ranks(tmp_path, name, values):
+    """With another seed ranks would train on samples twice and on others never; with other steps they would wait for
+    each other, or gloo would abort."""
+    with pytest.raises(AssertionError, match="InputError: the config differs between ranks") as failed:
+        run_ranks(2, train_rank, {"out": str(tmp_path / "run")}, [(name, values)])
+    line = f"rank 0 has '{name} {values[0]}', rank 1 has '{name} {values[1]}'; start the same command on every host"
+    assert str(failed.value).count(line) == 2, "on both ranks"
+    assert not (tmp_path / "run").exists()
+
+
+def test_hosts_may_have_their_own_places(tmp_path):
+    """Rank 0 alone writes to the folder."""
+    own = [("out", (str(tmp_path / "run"), "/no/such/folder")), ("data_threads", (1, 2))]
+    records = run_ranks(2, train_rank, {"max_steps": 2}, own)
+    assert [record["result"]["steps"] for record in records] == [2, 2]
 
 
 def test_resume_on_another_world_size(tmp_path):
