@@ -76,7 +76,7 @@ def watch(folder: Path, *, once: bool = False, console: Console | None = None) -
             console.print()  # without a terminal, rich does not end the last line
     if finished(folder):
         with contextlib.suppress(InputError):
-            console.print(summary(RunRecord.load(folder)), highlight=False)
+            console.print(Text(summary(RunRecord.load(folder))), soft_wrap=True)  # as train prints it
 
 
 def state(folder: Path) -> dict[str, Any]:

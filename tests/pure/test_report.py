@@ -686,6 +686,14 @@ def test_watching_a_finished_run_prints_it_and_returns(tmp_path, capsys):
         watch(tmp_path / "none")
 
 
+def test_watching_prints_names_with_brackets_as_they_are(tmp_path, capsys):
+    """rich takes [old] for a style, [/b] for the end of one, and :cat: for a picture."""
+    folder = tmp_path / "[old] :cat: [" / "b]"
+    make_run(folder)
+    watch(folder, once=True)
+    assert f"\n  report    {folder / 'report.html'}\n" in capsys.readouterr().out
+
+
 def test_watching_ends_with_the_folder(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     monkeypatch.setattr("time.sleep", lambda seconds: (tmp_path / "run").rmdir())  # again and again if it goes on
