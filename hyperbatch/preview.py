@@ -267,7 +267,7 @@ def format_preview(preview: Preview) -> str:
         for note in filter(None, (preview.note, preview.start_note)):
             console.print(f"note      {note}")
         if preview.memory:
-            parts = ", ".join(f"{name} {size(n)}" for name, n in asdict(preview.memory).items())
+            parts = ", ".join(f"{name} {size(n)}" for name, n in asdict(preview.memory).items() if n)
             needed, available = size(preview.memory.total), size(preview.memory_bytes_available)
             console.print(f"memory    each rank needs about {needed} of {available} available ({parts})")
     batches = [
@@ -288,7 +288,8 @@ def format_preview(preview: Preview) -> str:
     ]
     by_layer = text_table(("factor", "tensors", "parameters", "from"), factors, left=0) if factors else []
     values = [(spec.name, format_value(spec.of(config))) for spec in fields()]
-    exchanged = f"gradient groups ({config.comm.grouping}, {size(preview.plan.bytes)} per step)"
+    grouping = config.comm.grouping if config.comm.plan is None else f"of {config.comm.plan}"
+    exchanged = f"gradient groups ({grouping}, {size(preview.plan.bytes)} per step)"
     return "\n".join(
         [
             text.get().rstrip(),

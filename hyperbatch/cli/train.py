@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -90,7 +91,7 @@ def _train(args: argparse.Namespace) -> int:
         from hyperbatch.recipes.files import save_config
 
         save_config(config, args.save_config, recipe=args.recipe if ":" in (args.recipe or "") else None)
-        hint = f"config: {args.save_config} (`hyperbatch train --config {args.save_config}` trains it)"
+        hint = f"config: {args.save_config} (`hyperbatch train --config {shlex.quote(args.save_config)}` trains it)"
         show(args, {"config": args.save_config}, hint)
         return 0
     if args.dry_run:

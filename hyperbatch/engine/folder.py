@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import shlex
 import shutil
 import time
 import tomllib
@@ -175,5 +176,5 @@ def _says(path: Path, text: str) -> bool:
 def resume_hint(out: Path) -> str:
     """Returns advice on how to continue a run that was cut short."""
     if has_checkpoint(out):
-        return f"--resume --out {out} continues from the newest checkpoint"
+        return f"--resume --out {shlex.quote(str(out))} continues from the newest checkpoint"
     return "no checkpoint had been saved yet, so the run can only be started from the beginning"

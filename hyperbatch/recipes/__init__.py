@@ -77,7 +77,9 @@ class Recipe:
 
     @property
     def command(self) -> str:
-        return f"hyperbatch train {self.name}" + ("" if self.name == DEFAULT else " --data DIR")
+        data = "" if self.name == DEFAULT else " --data DIR"
+        start = " --init-from FILE" if self.name == "finetune" else ""
+        return f"hyperbatch train {self.name}{data}{start}"
 
     @property
     def notes(self) -> str:

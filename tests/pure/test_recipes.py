@@ -349,6 +349,11 @@ def test_listing():
     assert all(row["name"] in text for row in rows)
 
 
+def test_a_listing_that_is_piped_is_not_cut(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert all(line.endswith(row["claim"]) for row, line in zip(list_recipes(), format_recipes().splitlines()[1:]))
+
+
 @pytest.mark.parametrize("columns", ["40", "80", "200"])
 def test_the_listing_has_a_line_for_each_recipe_at_any_width(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)

@@ -571,6 +571,7 @@ def test_smoothing_keeps_a_constant_and_skips_nan():
 @pytest.mark.parametrize(
     ("got", "expected"),
     [
+        (units.duration(0.0), "0 s"),
         (units.duration(0.00002), "20 µs"),
         (units.duration(0.25), "250 ms"),
         (units.duration(0.9996), "1,000 ms"),
