@@ -648,6 +648,15 @@ def test_test_time_augmentation_and_averages_are_said_everywhere(tmp_path, capsy
     assert re.search(r"without TTA\s+93.33 %", capsys.readouterr().out)
 
 
+def test_one_rank_communicates_nothing(tmp_path):
+    """The planner predicts groups for it, too, and its step copies gradients after backward."""
+    make_run(tmp_path, world_size=1, grid="1x1", timing={**TIMING.to_dict(), "groups": []})
+    page = report(tmp_path)
+    assert "A typical step, predicted for local" in page.text
+    assert "communication" not in page.text.lower()
+    assert "all-reduce within a step" not in page.text
+
+
 def test_top5_loss_and_classes_are_shown_where_the_run_has_them(tmp_path, capsys):
     result = Result(top1=0.9, top5=0.975, val_loss=0.34567, steps=40)
     by_class = {"samples": [10, 20, 0], "right": [9, 12, 0], "confusions": [[1, 0, 8], [0, 2, 1]]}
