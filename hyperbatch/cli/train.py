@@ -126,8 +126,14 @@ def _recipes(args: argparse.Namespace) -> int:
 
 def config_of(args: argparse.Namespace) -> Config:
     """Combines the recipe, or the run to continue, with the config file and the flags (one per config field)."""
+    from hyperbatch.recipes import all_recipes
     from hyperbatch.recipes.files import layered, read_config
 
+    if args.recipe and args.recipe not in all_recipes() and Path(args.recipe).exists():
+        raise InputError(
+            f"{args.recipe!r} is a path and not a recipe; give data with --data, a config with --config, weights with "
+            "--init-from, and a run to continue with --resume --out"
+        )
     file = read_config(Path(args.config)) if args.config else None
     given = {spec.name: spec.parse(text) for spec in fields() if (text := getattr(args, spec.name)) is not None}
     global_batch = args.global_batch

@@ -128,7 +128,7 @@ def load_cluster(name_or_file: str | Path) -> Cluster:
             )
         path = FOLDER / f"{text}.toml"
     try:
-        values = tomllib.loads(path.read_text())
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte-order mark
     except OSError as error:
         raise InputError(f"machine file {path}: cannot be read ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -42,8 +42,8 @@ def read_config(path: Path) -> ConfigFile:
     if path.is_dir():
         path = path / RUN_CONFIG
     try:
-        # Paths in it may have names that are not valid UTF-8.
-        tables = tomllib.loads(path.read_text(encoding="utf-8", errors="surrogateescape"))
+        # Paths in it may have names that are not valid UTF-8, and some editors begin a file with a byte-order mark.
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig", errors="surrogateescape"))
     except OSError as error:
         raise InputError(f"--config {path}: cannot be read ({error.strerror})") from None
     except tomllib.TOMLDecodeError as error:

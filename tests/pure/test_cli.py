@@ -160,6 +160,7 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "--lr", "inf"], "--lr inf: must be a finite number"),
         (["train", "--eval-size", "0"], "--eval-size 0: must be positive"),
         (["train", "digits", "cifar10"], "'cifar10' is an unexpected argument"),
+        (["train", "--resume", "."], "'.' is a path and not a recipe; give data with --data"),
         (["train", "--recipe", "digits"], "write the name of the recipe without a flag"),
         (["train", "--resume", "--out", "nowhere"], "nowhere does not exist"),
         (["train", "--resume"], "--resume needs the folder of the run to continue; add --out DIR"),
