@@ -187,6 +187,7 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "--dry-run=yes"], "argument --dry-run: it takes no value, but was given 'yes'"),
         (["train", "--amp=yes"], "--amp takes no value; it stands for --precision auto"),
         (["train", "--learning-rate", "fast"], "--lr: 'fast' is not a number"),
+        (["doctor", "--nproc", "2"], "--nproc is the number of processes for --collectives; add --collectives"),
         (["eval", "nowhere"], "nowhere does not exist; give the folder of a run, a checkpoint or an exported model"),
         (["bench", "gpu"], "argument PART: invalid choice: 'gpu'"),
         (["report", "nowhere"], "nowhere is not a run folder"),
