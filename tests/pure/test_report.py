@@ -657,6 +657,12 @@ def test_one_rank_communicates_nothing(tmp_path):
     assert "all-reduce within a step" not in page.text
 
 
+def test_one_epoch_is_not_epochs(tmp_path):
+    record = make_run(tmp_path, result=Result(epochs=1.0, steps=40, top1=0.9))
+    assert "trained   1 epoch in " in summary(record)
+    assert "trained for 1 epoch 40 steps" in report(tmp_path).text
+
+
 def test_top5_loss_and_classes_are_shown_where_the_run_has_them(tmp_path, capsys):
     result = Result(top1=0.9, top5=0.975, val_loss=0.34567, steps=40)
     by_class = {"samples": [10, 20, 0], "right": [9, 12, 0], "confusions": [[1, 0, 8], [0, 2, 1]]}
