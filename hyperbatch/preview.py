@@ -23,7 +23,7 @@ from hyperbatch.plan.fit import StepMemory
 from hyperbatch.plan.strategies import group_options, plan_groups
 from hyperbatch.plan.types import GroupPlan, RankGrid, TensorSpec
 from hyperbatch.plan.workload import model_tensors, resolve_all, step_memory
-from hyperbatch.recipes import all_recipes, batch_note, size_note, weights_note
+from hyperbatch.recipes import all_recipes, batch_note, eval_note, size_note, weights_note
 from hyperbatch.schedule import FULL_SIZE, Phase, full_size_epochs, learning_rate, repeats_note, size_spans, total_steps
 from hyperbatch.schedule.layers import GroupSummary, ParamRow
 from hyperbatch.tables import text_table
@@ -56,8 +56,8 @@ class Preview:
     @property
     def note(self) -> str | None:
         repeats = repeats_note(self.config.schedule.batch_phases, self.counts.train_samples)
-        notes = (weights_note(self.config), batch_note(self.config), size_note(self.config), repeats)
-        return "; ".join(note for note in notes if note) or None
+        notes = (note(self.config) for note in (weights_note, batch_note, size_note, eval_note))
+        return "; ".join(filter(None, (*notes, repeats))) or None
 
     @property
     def parameters(self) -> int:

@@ -22,7 +22,7 @@ from hyperbatch.engine.learner import Learner, build_learner
 from hyperbatch.engine.ranks import Ranks, errors_shared, gather, host_group, share
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.validation import Validation
-from hyperbatch.recipes import batch_note, size_note, weights_note
+from hyperbatch.recipes import batch_note, eval_note, size_note, weights_note
 from hyperbatch.schedule import Phase, repeats_note, resolve_phases
 from hyperbatch.vocabulary import DEVICE_PRECISIONS
 
@@ -189,7 +189,7 @@ def fast_precision(device: torch.device) -> str:
 def notes(config: Config, device: torch.device, train_samples: int) -> list[str]:
     """Returns notes for the user about this run before it starts."""
     repeats = repeats_note(config.schedule.batch_phases, train_samples)
-    found = [weights_note(config), batch_note(config), size_note(config), repeats]
+    found = [weights_note(config), batch_note(config), size_note(config), eval_note(config), repeats]
     precision = config.optim.precision
     if device.type == "cpu" and precision in ("fp16", "bf16") and precision != (fast := fast_precision(device)):
         found.append(f"{precision} is many times slower than {fast} on this CPU; use --precision {fast} here")

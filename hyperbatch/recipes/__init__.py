@@ -115,6 +115,18 @@ class Recipe:
             f"{how[config.schedule.lr_scaling]}, and the accuracy that it reaches is not known"
         )
 
+    def eval_note(self, config: Config) -> str | None:
+        """Returns a line if only the size of the training images was changed. timm's --img-size sets both."""
+        own, data = self.config().data, config.data
+        if data.image_size == own.image_size or (data.eval_size, data.eval_resize) != (own.eval_size, own.eval_resize):
+            return None
+        whole = data.dataset != "images"  # no crop is taken, so --eval-resize does not count
+        resize = "" if whole else f" --eval-resize {round(own.eval_resize / own.eval_size * data.image_size)}"
+        return (
+            f"training images have {data.image_size} px and evaluation images {data.eval_size} px; "
+            f"--eval-size {data.image_size}{resize} evaluates at the size of training"
+        )
+
     def size_note(self, config: Config) -> str | None:
         """Returns a line if the size phases of the config were moved to other epochs than the recipe's."""
         own = self.config()
@@ -228,6 +240,12 @@ def weights_note(config: Config) -> str | None:
     if config.recipe != "finetune" or config.model.init_from is not None:
         return None
     return "finetune starts from random weights; use --init-from to start from pretrained weights"
+
+
+def eval_note(config: Config) -> str | None:
+    """`Recipe.eval_note` of the built-in recipe from which a config was made."""
+    recipe = all_recipes().get(config.recipe)
+    return None if recipe is None else recipe.eval_note(config)
 
 
 def size_note(config: Config) -> str | None:
