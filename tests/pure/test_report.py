@@ -710,6 +710,17 @@ def test_watching_prints_names_with_brackets_as_they_are(tmp_path, capsys):
     assert f"\n  report    {folder / 'report.html'}\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("columns", [40, 60, 200])
+def test_curves_fit_into_the_terminal_with_their_last_values(tmp_path, monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    make_run(tmp_path / "run", steps=300)
+    watch(tmp_path / "run", once=True)
+    lines = capsys.readouterr().out.splitlines()
+    curve = next(line for line in lines if line.startswith("learning rate"))
+    assert curve.endswith("█"), "the rate of this run rises until its last step"
+    assert "…" not in "".join(lines)
+
+
 def test_watching_ends_with_the_folder(tmp_path, monkeypatch):
     (tmp_path / "run").mkdir()
     monkeypatch.setattr("time.sleep", lambda seconds: (tmp_path / "run").rmdir())  # again and again if it goes on
