@@ -184,3 +184,9 @@ def test_a_closed_pipe_is_an_error_and_not_the_end_of_the_process(monkeypatch):
             Console().say("a line")
         with open(os.devnull, "w") as null:
             os.dup2(null.fileno(), write)  # so that the file can be closed
+
+
+def test_a_notebook_gets_plain_lines_on_stderr(monkeypatch, capsys):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    Console().say("a line")
+    assert capsys.readouterr() == ("", "a line\n")
