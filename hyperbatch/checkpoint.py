@@ -401,7 +401,10 @@ def fill_model(model: nn.Module, weights: Mapping[str, Tensor], *, where: str) -
     if missing or unknown or other:
         faults = (("missing", missing), ("unknown", unknown), ("of another shape", other))
         text = ", ".join(f"{len(names)} {what} (e.g. {names[0]})" for what, names in faults if names)
-        raise InputError(f"weights in {where} do not fit the model: {text}")
+        raise InputError(
+            f"weights in {where} do not fit the model: {text}; use weights that were trained with the same model and "
+            f"the same number of image channels"
+        )
     with torch.no_grad():
         for name, tensor in weights.items():
             own[name].copy_(tensor)

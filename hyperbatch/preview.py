@@ -236,12 +236,14 @@ def format_preview(preview: Preview) -> str:
     """Returns a preview as text for a terminal."""
     from rich.console import Console
 
-    console = Console(width=min(120, shutil.get_terminal_size((110, 40)).columns), highlight=False)
+    width = min(120, shutil.get_terminal_size((110, 40)).columns)
+    console = Console(width=width, highlight=False, markup=False, emoji=False)  # names of files may contain brackets
     config, counts = preview.config, preview.counts
     samples = counts.train_samples
     with console.capture() as text:
         frozen = " to train" if any(not factor for _, factor in config.optim.layer_rates) else ""
-        console.print(f"[bold]{config.recipe}[/]  {config.model.model}, {preview.parameters:,} parameters{frozen}")
+        console.print(config.recipe, style="bold", end="")
+        console.print(f"  {config.model.model}, {preview.parameters:,} parameters{frozen}")
         console.print(
             f"data      {samples:,} training and {counts.eval_samples:,} validation images, {counts.classes:,} classes"
         )
@@ -264,7 +266,7 @@ def format_preview(preview: Preview) -> str:
         for note in filter(None, (preview.note, preview.start_note)):
             console.print(f"note      {note}")
         if preview.memory:
-            parts = ", ".join(f"{name} {size(n)}" for name, n in asdict(preview.memory).items())
+            parts = ", ".join(f"{name} {size(n)}" for name, n in asdict(preview.memory).items() if n)
             needed, available = size(preview.memory.total), size(preview.memory_bytes_available)
             console.print(f"memory    each rank needs about {needed} of {available} available ({parts})")
     batches = [
@@ -285,7 +287,8 @@ def format_preview(preview: Preview) -> str:
     ]
     by_layer = text_table(("factor", "tensors", "parameters", "from"), factors, left=0) if factors else []
     values = [(spec.name, format_value(spec.of(config))) for spec in fields()]
-    exchanged = f"gradient groups ({config.comm.grouping}, {size(preview.plan.bytes)} per step)"
+    grouping = config.comm.grouping if config.comm.plan is None else f"of {config.comm.plan}"
+    exchanged = f"gradient groups ({grouping}, {size(preview.plan.bytes)} per step)"
     return "\n".join(
         [
             text.get().rstrip(),
@@ -309,7 +312,7 @@ def _micro_steps(share: int, accumulation: int) -> str:
 
 
 def size(nbytes: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.1f} {unit}"
     return f"{nbytes} B"

@@ -122,7 +122,8 @@ def pick_device(name: str) -> torch.device:
 def device_name() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{platform.processor() or platform.machine()}, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def versions() -> dict[str, str | None]:
@@ -147,7 +148,7 @@ def format_table(report: dict[str, Any]) -> str:
         rows = [
             (
                 row["name"],
-                *(f"{row[part]:.4g}" for part in ("median", "p20", "p80")),
+                *(f"{n:,.0f}" if (n := row[part]) >= 1000 else f"{n:.4g}" for part in ("median", "p20", "p80")),
                 None if row["ratio_to_best_peer"] is None else f"{row['ratio_to_best_peer']:.3f}",
             )
             for row in report["rows"]

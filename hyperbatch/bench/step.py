@@ -160,7 +160,7 @@ def timed(
     runs = [Candidate(name=f"{title} / {r.spec.name}", run=r.built.run, peer=r.spec.peer) for r in ready]
     fastest_s = min(device_s(candidate.run, device=device) for candidate in runs)
     measure = partial(device_s, device=device, calls=min(MOST_CALLS, math.ceil(SAMPLE_S / fastest_s)))
-    harness.say(f"{title}: {rounds} rounds, fastest step {fastest_s * 1e3:.1f} ms")
+    harness.say(f"{title}: {rounds} round{'' if rounds == 1 else 's'}, fastest step {fastest_s * 1e3:.1f} ms")
     clocks, scales = Clocks(device), [r.built.loss_scale() for r in ready]
     samples = harness.interleave(runs, measure, rounds=rounds, warmup=1, before_round=clocks.ask)
     readings = clocks.summary()

@@ -62,15 +62,18 @@ UNCLEAR = {
 
 
 def translated(arguments: Sequence[str]) -> list[str]:
-    """Replaces flags of other trainers by ours. InputError names the alternatives if a flag is ambiguous."""
+    """Replaces flags of other trainers by ours, and underscores in flags by dashes. InputError names the alternatives
+    if a flag is ambiguous."""
     words: list[str] = []
     for word in arguments:
         flag, equals, value = word.partition("=")
+        if flag.startswith("--"):
+            flag = flag.replace("_", "-")  # as in --batch_size
         if flag in UNCLEAR:
             raise InputError(f"{flag}: {UNCLEAR[flag]}")
         meant = SYNONYMS.get(flag)
         if meant is None:
-            words.append(word)
+            words.append(f"{flag}{equals}{value}")
         elif not equals:
             words += meant
         elif len(meant) == 1:

@@ -121,6 +121,8 @@ def _bench(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from hyperbatch.engine.doctor import doctor, format_doctor
 
+    if args.nproc is not None and not args.collectives:
+        raise InputError("--nproc is the number of processes for --collectives; add --collectives")
     diagnosis = doctor(collectives=args.collectives, nproc=args.nproc)
     if is_first_rank():
         show(args, diagnosis.to_dict(), lambda: format_doctor(diagnosis))

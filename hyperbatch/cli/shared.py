@@ -35,6 +35,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("-h", "--help", action="help", help="Show this help and exit.")
 
     def error(self, message: str) -> NoReturn:
+        message = message.replace("ignored explicit argument", "it takes no value, but was given")
         raise InputError(f"{message}; see `{self.prog} --help`")
 
 

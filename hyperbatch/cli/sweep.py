@@ -37,7 +37,7 @@ def add(verb: AddVerb) -> None:
 def _sweep(args: argparse.Namespace) -> int:
     from hyperbatch.sweep import command
 
-    plan_file, out = Path(args.plan), Path(args.out) if args.out else None
+    plan_file, out = Path(args.plan), Path(args.out).expanduser() if args.out else None
     _check_flags(args)
     if args.dry_run:
         from hyperbatch.sweep.plan import load_plan

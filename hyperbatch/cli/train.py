@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,7 +93,7 @@ def _train(args: argparse.Namespace) -> int:
         from hyperbatch.recipes.files import save_config
 
         save_config(config, args.save_config, recipe=args.recipe if ":" in (args.recipe or "") else None)
-        hint = f"config: {args.save_config} (`hyperbatch train --config {args.save_config}` trains it)"
+        hint = f"config: {args.save_config} (`hyperbatch train --config {shlex.quote(args.save_config)}` trains it)"
         show(args, {"config": args.save_config}, hint)
         return 0
     if args.dry_run:
@@ -127,8 +128,14 @@ def _recipes(args: argparse.Namespace) -> int:
 
 def config_of(args: argparse.Namespace) -> Config:
     """Combines the recipe, or the run to continue, with the config file and the flags (one per config field)."""
+    from hyperbatch.recipes import all_recipes
     from hyperbatch.recipes.files import layered, read_config
 
+    if args.recipe and args.recipe not in all_recipes() and Path(args.recipe).exists():
+        raise InputError(
+            f"{args.recipe!r} is a path and not a recipe; give data with --data, a config with --config, weights with "
+            "--init-from, and a run to continue with --resume --out"
+        )
     file = read_config(Path(args.config)) if args.config else None
     given = {spec.name: spec.parse(text) for spec in fields() if (text := getattr(args, spec.name)) is not None}
     global_batch = args.global_batch

@@ -94,7 +94,9 @@ class RunConfig:
         needs=("tta", "mirror", "mirror_shift"),
     )
     seed: int = option(0, "Seed of the initial weights, the sample order and the augmentation.", NOT_NEGATIVE)
-    deterministic: bool = option(False, "Use bit-exact kernels on GPUs. CPU runs are always bit-exact.")
+    deterministic: bool = option(
+        False, "Use bit-exact kernels on GPUs. Runs on the same CPU with as many threads are always bit-exact."
+    )
     device: str = option("auto", "Where to run.", ("auto", "cpu", "cuda"), free=True)
     graph: str = option(
         "auto",

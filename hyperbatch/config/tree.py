@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import typing
 from collections.abc import Collection, Mapping
@@ -27,6 +28,7 @@ from hyperbatch.config.values import (
 from hyperbatch.errors import InputError, check_whole, nearest
 from hyperbatch.vocabulary import DEVICE_PRECISIONS
 
+PATHS = ("data", "init_from", "plan", "out")  # the shell does not expand ~ in `--out=~/x`, config files and plans
 NEVER_SEEN = ("KILL", "STOP", "INT")  # Ctrl-C always ends a run at once, and no process can handle the other two
 
 
@@ -157,10 +159,11 @@ class FieldSpec:
 
     def coerce(self, value: Any) -> Any:
         """Converts lists to the tuples that the field declares, pairs to its phases, and other values with `native`.
-        `check` later rejects invalid ones."""
+        Expands ~ in paths. `check` later rejects invalid values."""
         item = tuple_item(self.type)
         if item is None or not isinstance(value, list | tuple):
-            return native(value)
+            value = native(value)
+            return os.path.expanduser(value) if self.name in PATHS and isinstance(value, str) else value
         parts = len(getattr(item, "_fields", ()))
         return tuple(
             item(*map(native, v)) if parts and isinstance(v, list | tuple) and len(v) == parts else native(v)

@@ -275,7 +275,8 @@ def _alone(dst: Path) -> Iterator[None]:
 
 
 def _cannot_pack(dst: Path, error: Exception) -> InputError:
-    return InputError(f"cannot pack into {dst}: {error}; give an empty folder that can be written")
+    reason = error.strerror if isinstance(error, OSError) else error
+    return InputError(f"cannot pack into {dst}: {reason}; give an empty folder that can be written")
 
 
 def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append: bool) -> None:

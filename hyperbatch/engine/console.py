@@ -26,13 +26,21 @@ if TYPE_CHECKING:
     from hyperbatch.engine.evaluate import Score
 
 
+class _Stderr(RichConsole):
+    """Raises BrokenPipeError if nobody reads the output any more. rich would end the process without a message."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # the error that is being handled
+
+
 class Console:
     """Silent when not enabled (every rank but 0)."""
 
     def __init__(self, *, enabled: bool = True, out: RichConsole | None = None) -> None:
         """out: where to write; None: stderr."""
         self._enabled = enabled
-        self._out = out or RichConsole(stderr=True, quiet=not enabled, highlight=False, emoji=False)
+        # In a notebook, rich would display each line as an output of its own, between the other lines on stderr.
+        self._out = out or _Stderr(stderr=True, quiet=not enabled, highlight=False, emoji=False, force_jupyter=False)
         self._live = enabled and (self._out.is_terminal if out else sys.stderr.isatty())
         bar = [BarColumn(bar_width=BAR_COLUMNS)] if self._out.width >= 80 + BAR_COLUMNS else []
         self._bar = Progress(

@@ -169,7 +169,10 @@ class Evaluator:
         plain, averaged = plain_and_averaged(network, images, VIEWS[self._tta], self._tta_share, real)
         answers, own = averaged.argmax(1), averaged.gather(1, labels[:, None])
         loss = averaged.logsumexp(1) - own[:, 0]
-        hits = (answers == labels, plain.argmax(1) == labels, (~(averaged <= own)).sum(1) < 5)  # a nan is no hit
+        # Of equal logits, which are frequent in 16 bits, the first is the higher, as in argmax. A nan is no hit.
+        earlier = torch.arange(averaged.shape[1], device=averaged.device) < labels[:, None]
+        higher = ~(averaged <= own) | ((averaged == own) & earlier)
+        hits = (answers == labels, plain.argmax(1) == labels, higher.sum(1) < 5)
         counts = torch.stack([*((hit & real).sum() for hit in hits), real.sum()])
         self._sums.add_(torch.cat([counts.double(), loss.masked_fill(~real, 0.0).double().sum(0, keepdim=True)]))
         self._outputs = averaged.shape[1]

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import shlex
 import shutil
 import time
 import tomllib
@@ -84,11 +85,17 @@ def claimed(out: Path, *, resume: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _tidied(out: Path, *, existed: bool) -> Iterator[None]:
-    """On InputError, empties a folder that was empty before, and removes one that did not exist before."""
+    """On InputError, empties a folder that was empty before, and removes one that did not exist before. A run that was
+    to be continued, and has not trained, keeps the config that it had."""
     empty = [entry.name for entry in out.iterdir()] in ([], [LOCK])
+    config, saved = out / RUN_CONFIG, _checkpoints(out)
+    before = config.read_bytes() if saved and config.exists() else None
     try:
         yield
     except InputError:
+        if before is not None and _checkpoints(out) == saved:
+            with contextlib.suppress(OSError):  # the error of the run says more
+                replace_text(config, before.decode(errors="surrogateescape"))
         if empty and not has_checkpoint(out) and not (out / "record.json").exists():  # otherwise training had begun
             shutil.rmtree(out, ignore_errors=True)
             if out.parent == DEFAULT_PARENT:  # `default_out` has created both
@@ -146,7 +153,11 @@ def _is_finished(out: Path) -> bool:
 
 
 def has_checkpoint(out: Path) -> bool:
-    return any((out / "checkpoints").glob("step-*.pt"))
+    return bool(_checkpoints(out))
+
+
+def _checkpoints(out: Path) -> set[str]:
+    return {path.name for path in (out / "checkpoints").glob("step-*.pt")}
 
 
 def keep_config(config: Config, out: Path) -> str:
@@ -175,5 +186,5 @@ def _says(path: Path, text: str) -> bool:
 def resume_hint(out: Path) -> str:
     """Returns advice on how to continue a run that was cut short."""
     if has_checkpoint(out):
-        return f"--resume --out {out} continues from the newest checkpoint"
+        return f"--resume --out {shlex.quote(str(out))} continues from the newest checkpoint"
     return "no checkpoint had been saved yet, so the run can only be started from the beginning"

@@ -31,6 +31,8 @@ def main(config_path: Path) -> int:
     let_log_fill()
     ranks = find_ranks()
     assert ranks is not None, "the agent sets RANK and WORLD_SIZE"
+    if not config_path.exists():
+        return 1  # the command was interrupted while it started this rank, and has removed its files
     config = Config.from_dict(json.loads(config_path.read_text()))
     said = config_path.parent / f"rank-{ranks.rank}.json"
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -27,6 +28,7 @@ from hyperbatch.plan.workload import (
     resolve_all,
     run_spans,
 )
+from hyperbatch.recipes import all_recipes
 from hyperbatch.schedule import Phase
 from hyperbatch.tables import text_table
 from hyperbatch.vocabulary import ALGORITHMS, DTYPE_BYTES, PRECISION_DTYPE, STRATEGIES
@@ -349,8 +351,10 @@ def format_plan(plan: Plan, file: str | None = None) -> str:
         ]
         lines += ["", *text_table((title, "groups", "grid", "exposed ms", "step ms"), rows)]
     lines += [f"note: {note}" for note in plan.notes]
-    recipe = "RECIPE" if is_model(plan.recipe) else plan.recipe
-    lines += ["", f"train with it: hyperbatch train {recipe} {' '.join(plan.train_flags(file))}"]
+    built_in = all_recipes().get(plan.recipe)
+    command = f"hyperbatch train {'RECIPE' if is_model(plan.recipe) else plan.recipe}"
+    command = command if built_in is None else built_in.command
+    lines += ["", f"train with it: {command} {shlex.join(plan.train_flags(file))}"]
     if file is None:
         lines.append("  (--output FILE writes these groups, with the all-reduce of each, for `train --plan FILE`)")
     return "\n".join(lines)

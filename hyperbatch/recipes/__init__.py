@@ -77,7 +77,9 @@ class Recipe:
 
     @property
     def command(self) -> str:
-        return f"hyperbatch train {self.name}" + ("" if self.name == DEFAULT else " --data DIR")
+        data = "" if self.name == DEFAULT else " --data DIR"
+        start = " --init-from FILE" if self.name == "finetune" else ""
+        return f"hyperbatch train {self.name}{data}{start}"
 
     @property
     def notes(self) -> str:
@@ -119,6 +121,18 @@ class Recipe:
         return (
             f"{self.name} was tuned for a global batch of {near:,}. At {config.global_batch:,}, its learning rate "
             f"{how[config.schedule.lr_scaling]}, and the accuracy that it reaches is not known"
+        )
+
+    def eval_note(self, config: Config) -> str | None:
+        """Returns a line if only the size of the training images was changed. timm's --img-size sets both."""
+        own, data = self.config().data, config.data
+        if data.image_size == own.image_size or (data.eval_size, data.eval_resize) != (own.eval_size, own.eval_resize):
+            return None
+        whole = data.dataset != "images"  # no crop is taken, so --eval-resize does not count
+        resize = "" if whole else f" --eval-resize {round(own.eval_resize / own.eval_size * data.image_size)}"
+        return (
+            f"training images have {data.image_size} px and evaluation images {data.eval_size} px; "
+            f"--eval-size {data.image_size}{resize} evaluates at the size of training"
         )
 
     def size_note(self, config: Config) -> str | None:
@@ -230,5 +244,5 @@ def weights_note(config: Config) -> str | None:
 def recipe_notes(config: Config) -> list[str]:
     """Returns a line for each way in which a config differs from what the figures of its recipe hold for."""
     recipe = all_recipes().get(config.recipe)  # None for a custom recipe
-    found = [] if recipe is None else [recipe.batch_note(config), recipe.size_note(config)]
+    found = [] if recipe is None else [recipe.batch_note(config), recipe.size_note(config), recipe.eval_note(config)]
     return [note for note in (weights_note(config), *found) if note]

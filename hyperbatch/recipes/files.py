@@ -37,10 +37,10 @@ class ConfigFile:
     values: dict[str, Any]  # by name, including `global_batch`
 
 
-def read_toml(path: Path, what: str, *, encoding: str = "utf-8", errors: str = "strict") -> tuple[str, dict[str, Any]]:
+def read_toml(path: Path, what: str, *, errors: str = "strict") -> tuple[str, dict[str, Any]]:
     """Returns the text of a TOML file and its values. InputError names the file and what it is."""
     try:
-        text = path.read_text(encoding=encoding, errors=errors)
+        text = path.read_text(encoding="utf-8-sig", errors=errors)  # some editors begin a file with a byte-order mark
         return text, tomllib.loads(text)
     except OSError as error:
         raise InputError(f"{what} {path}: cannot be read ({error.strerror})") from None

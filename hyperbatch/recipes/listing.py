@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from hyperbatch.config import format_epochs
 from hyperbatch.recipes import DEFAULT, Recipe, all_recipes, find_recipe
 
 NARROW = 60  # terminal width in columns, below which ranks and batch are omitted
+UNCUT = 10_000  # width that every line fits into
 LABEL = 10  # width in columns of the labels in the full view
 
 
@@ -46,16 +48,17 @@ def _row(recipe: Recipe) -> dict[str, Any]:
 
 
 def format_recipes(names: Sequence[str] = ()) -> str:
-    """Formats the list, or the named recipes in full, in the width of the terminal."""
+    """Formats the list, or the named recipes in full, in the width of the terminal. A pipe gets the list uncut."""
     from io import StringIO
 
     from rich.console import Console
 
     # One console finds the width and colour of the real terminal; another draws into a string.
     terminal = Console()
-    console = Console(file=StringIO(), width=terminal.width, force_terminal=terminal.is_terminal)
+    width = terminal.width if names or terminal.is_terminal or "COLUMNS" in os.environ else UNCUT
+    console = Console(file=StringIO(), width=width, force_terminal=terminal.is_terminal)
     with console.capture() as capture:
-        for drawn in [_in_full(recipe) for recipe in _chosen(names)] if names else _listed(terminal.width):
+        for drawn in [_in_full(recipe) for recipe in _chosen(names)] if names else _listed(width):
             console.print(drawn)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 

@@ -43,7 +43,7 @@ class Result:
     steps: int = 0
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, repr=False)
 class RunRecord:
     """The record of one run: the contents of record.json. The first block of fields is fixed; the second may grow."""
 
@@ -76,6 +76,12 @@ class RunRecord:
     error: str = ""  # why the run ended early, in one line; empty if it did not
     failure: dict[str, Any] = field(default_factory=dict)  # the first cause: rank, host, step, time, message, traceback
 
+    def __repr__(self) -> str:
+        """Not every field, which would fill the screen of a notebook."""
+        return (
+            f"RunRecord(recipe={self.recipe!r}, folder={self.folder!r}, error={self.error!r}, result={self.result!r})"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -93,8 +99,8 @@ class RunRecord:
         replace_text(folder / "record.json", strict_json(self.to_dict(), indent=1) + "\n")
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
-        path = folder / "record.json"
+    def load(cls, folder: str | Path) -> Self:
+        path = Path(folder) / "record.json"
         try:
             values = json.loads(path.read_text())
         except FileNotFoundError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hyperbatch.config import format_epochs
 from hyperbatch.record import RunRecord
 from hyperbatch.report import units
 from hyperbatch.report.markup import Html, el, join, table
@@ -80,7 +81,7 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         ("top-1 accuracy", units.percent(result.top1), ", ".join(filter(None, notes))),
         ("throughput", f"{units.count(result.images_per_s)} img/s", f"{units.count(per_rank)} per rank"),
         ("training", units.duration(result.train_s), around),
-        ("trained for", f"{units.number(round(result.epochs or 0.0, 2))} epochs", units.plural(result.steps, "step")),
+        ("trained for", format_epochs(round(result.epochs or 0.0, 2)), units.plural(result.steps, "step")),
         ("ranks", units.count(record.world_size), exchange if record.world_size > 1 else "no exchange"),
         ("global batch", " → ".join(units.count(b) for b in batches) or units.NONE, ""),
         *_compiled_tile(record),

@@ -122,7 +122,8 @@ def reproduce(run: Run) -> Html | None:
         )
     return card(
         "How to repeat it",
-        "The same seed on as many ranks gives the same result, bit for bit (on GPUs with --deterministic).",
+        "The same seed on as many ranks of the same hardware gives the same result, bit for bit: on GPUs with "
+        "--deterministic, on CPUs with as many threads.",
         el("pre", again) if again else None,
         el("p", note, cls="note") if note else None,
         el("h3", "Environment") if environment else None,

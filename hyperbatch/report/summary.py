@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hyperbatch.config import format_epochs
 from hyperbatch.record import RunRecord
 from hyperbatch.report import sections, units
 
@@ -14,7 +15,7 @@ def summary(record: RunRecord) -> str:
     rows = [("accuracy", accuracy(record))]
     rows.append(("speed", f"{units.count(result.images_per_s)} images/s on {units.plural(record.world_size, 'rank')}"))
     spent = f"{units.duration(result.train_s)} of training, {units.plural(result.steps, 'step')}"
-    rows.append(("trained", f"{units.number(round(result.epochs, 2))} epochs in {spent}"))
+    rows.append(("trained", f"{format_epochs(round(result.epochs or 0.0, 2))} in {spent}"))
     rows.append(("time", time_spent(record)))
     if compiled := sections.compiled_parts(record):
         rows.append(("compiled", ", ".join(compiled)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from hyperbatch.plan.types import StepTiming
 from hyperbatch.record import RunRecord
@@ -74,9 +75,12 @@ def where_time_went(run: Run) -> Html | None:
         blocks.append(
             el("div", el("h3", f"The whole run: {units.duration(sum(s for _, s, _ in parts))}"), stacked_bar(parts))
         )
-    picture = None
+    picture, alone = None, record.world_size == 1
     if record.timing.get("step_s"):
         measured = StepTiming.from_dict(record.timing)
+        if alone:  # nothing is exchanged: what follows backward copies gradients
+            backward_s = measured.backward_s + measured.exposed_comm_s
+            measured = replace(measured, backward_s=backward_s, exposed_comm_s=0.0)
         steps = {"measured on rank 0": measured}
         if found := predicted_step(record):
             steps = {f"predicted for {found[0]}": found[1], **steps}
@@ -86,8 +90,9 @@ def where_time_went(run: Run) -> Html | None:
         note = el("p", _compared(found[0], found[1], measured), cls="note") if found else None
         heads = [el("h3", title) for title in titles]
         blocks.append(el("div", [part for pair in zip(heads, bars, strict=True) for part in pair], note))
-        picture = step_picture(steps)
-    lead = "Exposed communication does not overlap with backward. The time of the run is training plus evaluation."
+        picture = None if alone else step_picture(steps)
+    lead = "" if alone else "Exposed communication does not overlap with backward. "
+    lead += "The time of the run is training plus evaluation."
     return card("Where the time went", lead, el("div", blocks, cls="split"), picture)
 
 

@@ -19,6 +19,8 @@ def significant(value: float, digits: int) -> str:
 def duration(seconds: float | None) -> str:
     if seconds is None or missing(seconds):
         return NONE
+    if seconds == 0:
+        return "0 s"
     if seconds < 1e-3:
         return f"{significant(seconds * 1e6, 3)} µs"
     if seconds < 1:

@@ -21,6 +21,7 @@ from hyperbatch.report.summary import summary
 
 BARS = "▁▂▃▄▅▆▇█"
 REFRESH_S = 0.5
+CURVE_COLUMNS, LEFT_COLUMNS = 48, 33  # the longest curve; names, values and the space between them
 BEGUN = ("record.json", "metrics.jsonl", ".lock")  # every run has one of them; the lock exists before the first step
 
 
@@ -63,20 +64,23 @@ def watch(folder: Path, *, once: bool = False, console: Console | None = None) -
     follower = Follower(folder / "metrics.jsonl")
     follower.look()
     if once:
-        console.print(view(folder, follower))
+        console.print(view(folder, follower, console.width))
     else:
-        with contextlib.suppress(KeyboardInterrupt), Live(view(folder, follower), console=console) as live:
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            Live(view(folder, follower, console.width), console=console) as live,
+        ):
             while not finished(folder):
                 time.sleep(REFRESH_S)
                 if not folder.is_dir():
                     raise RunFailed(f"{folder} was deleted while it was watched")
                 follower.look()
-                live.update(view(folder, follower))
+                live.update(view(folder, follower, console.width))
         if not console.is_terminal:
             console.print()  # without a terminal, rich does not end the last line
     if finished(folder):
         with contextlib.suppress(InputError):
-            console.print(summary(RunRecord.load(folder)), highlight=False)
+            console.print(Text(summary(RunRecord.load(folder))), soft_wrap=True)  # as train prints it
 
 
 def state(folder: Path) -> dict[str, Any]:
@@ -105,11 +109,12 @@ def finished(folder: Path) -> bool:
     return not metrics.exists() or record.stat().st_mtime_ns >= metrics.stat().st_mtime_ns
 
 
-def view(folder: Path, follower: Follower) -> Group:
+def view(folder: Path, follower: Follower, columns: int) -> Group:
+    """columns: the width of the terminal, to which the curves are fitted."""
     steps, evals = follower.steps, follower.evals
     if not steps:
         return Group(Text(f"{folder}: no step yet", style="dim"))
-    last = steps[-1]
+    last, room = steps[-1], max(1, min(CURVE_COLUMNS, columns - LEFT_COLUMNS))
     table = Table.grid(padding=(0, 3))
     table.add_column(style="dim")
     table.add_column(justify="right")
@@ -121,12 +126,12 @@ def view(folder: Path, follower: Follower) -> Group:
         ("images/s", units.count(last.get("images_per_s")), "images_per_s"),
     ]
     for label, value, name in rows:
-        table.add_row(label, value, spark([line.get(name) for line in steps]))
+        table.add_row(label, value, spark([line.get(name) for line in steps], room))
     if evals:
         names = {"top1": "top-1", "top1_plain": "without TTA", "top5": "top-5", "val_loss": "validation loss"}
         for name in [name for name in names if name in evals[-1]]:
             form = units.number if name == "val_loss" else units.percent
-            table.add_row(names[name], form(evals[-1][name]), spark([line.get(name) for line in evals]))
+            table.add_row(names[name], form(evals[-1][name]), spark([line.get(name) for line in evals], room))
     epoch, time_s = last.get("epoch") or 0.0, last.get("time_s")
     head = Text.assemble(
         (folder.resolve().name, "bold"), f"  step {last['step']:,}  epoch {epoch:.2f}  {units.duration(time_s)}"
@@ -134,7 +139,7 @@ def view(folder: Path, follower: Follower) -> Group:
     return Group(head, table)
 
 
-def spark(values: list[float | None], width: int = 48) -> str:
+def spark(values: list[float | None], width: int = CURVE_COLUMNS) -> str:
     """Draws the last part of a curve as bars. A value that is not finite is a blank."""
     stride = -(-len(values) // width) or 1
     shown = [value if value is not None and math.isfinite(value) else None for value in values[::-stride][::-1]]

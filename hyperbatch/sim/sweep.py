@@ -300,13 +300,13 @@ def format_simulation(simulation: Simulation) -> str:
             f"{phase.global_batch:,}",
             f"{phase.batch_per_rank:,}",
             *([f"{phase.accumulation:,}"] if accumulates else []),
-            f"{timing.step_s * 1e3:.2f}",
-            f"{timing.exposed_comm_s * 1e3:.2f}",
+            f"{timing.step_s * 1e3:,.2f}",
+            f"{timing.exposed_comm_s * 1e3:,.2f}",
             f"{point.images_per_s:,.0f}",
             f"{100 * point.efficiency:.1f}",
             f"{point.epochs.mid:.1f}",
             *(_duration(seconds) for seconds in (time.mid, time.low, time.high, point.lower_bound_s)),
-            f"{point.energy_kwh:,.1f}",
+            f"{point.energy_kwh:,.1f}" if point.energy_kwh >= 0.05 else "<0.1",
         ]
         rows.append([*row, f"{point.cost_usd:,.0f}"] if priced else row)
     target = "" if simulation.target_top1 is None else f", to {simulation.target_top1:.1%}"
@@ -332,8 +332,8 @@ def _format_spans(points: Sequence[Prediction]) -> list[str]:
             f"{span.epochs:.1f}",
             span.image_size,
             f"{span.global_batch:,}",
-            f"{span.step_s * 1e3:.2f}",
-            f"{span.exposed_comm_s * 1e3:.2f}",
+            f"{span.step_s * 1e3:,.2f}",
+            f"{span.exposed_comm_s * 1e3:,.2f}",
             f"{span.images_per_s:,.0f}",
             _duration(span.train_s),
         )

@@ -307,6 +307,7 @@ def format_plan_runs(plan: Plan) -> str:
         else:
             seeds = units.plural(len(step.seeds), "seed") + f" ({', '.join(map(str, step.seeds))})"
             numbers = f"{step.fresh[0].number} to {step.fresh[-1].number}, {len(step.seeds)} for each point"
-            best = f"the best of these {units.plural(len(step.runs), 'run')} is repeated with {seeds}"
+            points = units.plural(len(step.fresh) // len(step.seeds), "point")
+            best = f"the best of these {points} is repeated with {seeds}"
             lines.append(f"       {step.title}: {best}; numbers {numbers}")
     return "\n".join(lines)

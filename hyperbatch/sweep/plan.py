@@ -180,7 +180,7 @@ class Plan:
 
 def load_plan(path: Path, *, data: str | None = None) -> Plan:
     """Reads a plan file. data: the folder of the data set on this machine, for every run."""
-    text, values = read_toml(path, "plan", encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
+    text, values = read_toml(path, "plan")
     try:
         return parse_plan(values, name=path.stem, text=text, data=data)
     except InputError as error:

@@ -143,6 +143,13 @@ def test_answers_are_counted_by_class_and_the_most_frequent_confusions_named():
     assert np.isnan(score["val_loss"])
 
 
+def test_of_equal_logits_five_are_the_top_five():
+    """An untrained head of zeros has no top-5 accuracy of 100 %."""
+    batch = Batch(torch.zeros(10, 10), torch.arange(10), torch.ones(10, dtype=torch.bool))
+    score = Evaluator(nn.Identity(), CPU).evaluate([batch])
+    assert (score.top1, score.top5) == (0.1, 0.5)
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_tells_loss_and_answers_by_class(tmp_path, world_size, capsys):
     train(world_size, tmp_path, model="toy:normed", precision="fp64", lr=0.02, epochs=1.0)

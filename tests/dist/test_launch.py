@@ -161,6 +161,15 @@ def children(pid):
     return [int(child) for child in listed]
 
 
+def test_a_rank_whose_command_was_interrupted_ends_silently(tmp_path):
+    """Ctrl-C may reach the command after it has started the rank, and before the agent knows of it."""
+    command = [sys.executable, "-m", "hyperbatch.engine.worker", str(tmp_path / "config.json")]
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    done = subprocess.run(command, env={**os.environ, **place, **address}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
 def test_worker_only_mistake_is_still_one_line(tmp_path):
     """A model that cannot be built is found by the workers; the parent says so once."""
     done = hyperbatch("train", "digits", "--model", "resnet_8", "--nproc", 2, "--out", tmp_path / "run", *SHORT)

@@ -31,15 +31,17 @@ def written(path, *groups, dtype="float32"):
 
 def test_a_plan_is_written_printed_and_trained(tmp_path, capsys):
     torch.set_num_threads(1)
-    file = tmp_path / "plan.json"
+    file = tmp_path / "my plan.json"
     assert (
         main(["plan", "digits", "--cluster", "local", "--gpus", "1", "--strategy", "equal", "--output", str(file)]) == 0
     )
     text = capsys.readouterr().out
     flags = re.search(r"train with it: hyperbatch (train digits .*)", text)
     assert flags is not None
-    assert flags[1] == f"train digits --plan {file} --grid 1x1"
+    assert flags[1] == f"train digits --plan '{file}' --grid 1x1"
     saved = json.loads(file.read_text())
+    assert main([*shlex.split(flags[1]), "--device", "cpu", "--nproc", "1", "--dry-run"]) == 0
+    assert f"gradient groups (of {file}, 311.0 kB per step)" in capsys.readouterr().out
     out = tmp_path / "run"
     main([*shlex.split(flags[1]), "--device", "cpu", "--nproc", "1", "--max-steps", "1", "--out", str(out)])
     plan = RunRecord.load(out).plan

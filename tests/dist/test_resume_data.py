@@ -24,6 +24,7 @@ from hyperbatch.data.source import ArraySource, DataError, EncodedSource, Locati
 from hyperbatch.engine.loop import run
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import InputError
+from hyperbatch.launch import train as launch_train
 
 CLASSES = ("ant", "bee", "cow")
 PER_CLASS = 8
@@ -118,6 +119,20 @@ def test_other_data_are_refused(tree, begun, kind):
     change(tree)
     with pytest.raises(InputError, match=rf"--resume: the data set differs from that of the saved run: {text}"):
         train(tree, begun, resume=True)
+
+
+def test_a_resume_that_is_refused_leaves_the_config_of_the_run(tree, tmp_path):
+    """The next --resume without --data would look for the wrong data."""
+    first = settings(tree, tmp_path / "run", max_steps=4, nproc=1)
+    launch_train(first)
+    before = (tmp_path / "run" / "config.toml").read_bytes()
+    other = shutil.copytree(tree, tmp_path / "other")
+    rename_class(other)
+    with pytest.raises(InputError, match="the data set differs from that of the saved run"):
+        launch_train(first.override(data=str(other), epochs=4.0, max_steps=0, resume=True))
+    assert (tmp_path / "run" / "config.toml").read_bytes() == before
+    launch_train(first.override(max_steps=5, resume=True))
+    assert (tmp_path / "run" / "config.toml").read_bytes() != before
 
 
 def test_another_order_is_refused(tree, begun, tmp_path):

@@ -160,6 +160,7 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "--lr", "inf"], "--lr inf: must be a finite number"),
         (["train", "--eval-size", "0"], "--eval-size 0: must be positive"),
         (["train", "digits", "cifar10"], "'cifar10' is an unexpected argument"),
+        (["train", "--resume", "."], "'.' is a path and not a recipe; give data with --data"),
         (["train", "--recipe", "digits"], "write the name of the recipe without a flag"),
         (["train", "--resume", "--out", "nowhere"], "nowhere does not exist"),
         (["train", "--resume"], "--resume needs the folder of the run to continue; add --out DIR"),
@@ -183,8 +184,11 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["digits"], "digits is a recipe; train it with `hyperbatch train digits`"),
         (["train", "--batch-size", "64"], "--batch-size: use --global-batch N for the samples per step over all"),
         (["train", "--bs=64"], "--bs: use --global-batch N"),
+        (["train", "--batch_size", "64"], "--batch-size: use --global-batch N"),
+        (["train", "--dry-run=yes"], "argument --dry-run: it takes no value, but was given 'yes'"),
         (["train", "--amp=yes"], "--amp takes no value; it stands for --precision auto"),
         (["train", "--learning-rate", "fast"], "--lr: 'fast' is not a number"),
+        (["doctor", "--nproc", "2"], "--nproc is the number of processes for --collectives; add --collectives"),
         (["eval", "nowhere"], "nowhere does not exist; give the folder of a run, a checkpoint or an exported model"),
         (["bench", "gpu"], "argument PART: invalid choice: 'gpu'"),
         (["report", "nowhere"], "nowhere is not a run folder"),
@@ -293,6 +297,11 @@ def test_names_of_other_trainers_find_the_flag(typed, meant):
         flags[meant[0]].parse(meant[1])
     else:
         assert translated(["train", typed, "1", f"{typed}=2"]) == ["train", meant[0], "1", f"{meant[0]}=2"]
+
+
+def test_underscores_in_flags_are_dashes():
+    words = ["train", "--label_smoothing=0.1", "--learning_rate", "1", "--out", "my_run", "--data=a_b=c_d"]
+    assert translated(words) == ["train", "--label-smoothing=0.1", "--lr", "1", "--out", "my_run", "--data=a_b=c_d"]
 
 
 def test_synonyms_reach_the_config(capsys):

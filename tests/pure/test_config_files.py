@@ -10,6 +10,7 @@ import hyperbatch
 from hyperbatch.cli import main
 from hyperbatch.config import BatchPhase, Config, SizePhase, fields
 from hyperbatch.errors import InputError
+from hyperbatch.plan.clusters import format_machine_file, load_cluster
 from hyperbatch.recipes import all_recipes, find_recipe
 from hyperbatch.recipes.files import layered, load_config, parse_config, read_config, run_config, save_config
 
@@ -59,6 +60,14 @@ def test_the_command_saves_a_config_and_trains_nothing(capsys, tmp_path):
     assert str(path) in capsys.readouterr().out
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.toml"]
     assert resolved(capsys, "--config", path) == hyperbatch.get_recipe("digits", epochs=3.0, global_batch=128)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_text('recipe = "digits"\nepochs = 3\n', encoding="utf-8-sig")
+    assert resolved(capsys, "--config", path).schedule.epochs == 3
+    path.write_text(format_machine_file(load_cluster("local")), encoding="utf-8-sig")
+    assert load_cluster(str(path)).device == load_cluster("local").device
 
 
 def test_the_batch_of_a_file():

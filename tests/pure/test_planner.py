@@ -87,6 +87,10 @@ def test_one_gpu_has_no_communication() -> None:
     assert values["grid"] == "1x1"
 
 
+def test_the_command_asks_for_the_data_that_the_recipe_needs() -> None:
+    assert "hyperbatch train resnet50 --data DIR --grouping" in format_plan(make_plan("resnet50"))
+
+
 def test_the_command_names_the_recipe_that_was_asked_about() -> None:
     """And not the label of its config: recipes of one's own often change a built-in one."""
     own = "hyperbatch.recipes.everyday:digits"

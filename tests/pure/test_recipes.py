@@ -297,6 +297,20 @@ def test_image_sizes_follow_the_epochs(epochs):
     assert recipe.size_note(whole) is None
 
 
+def test_another_size_of_training_images_alone_gets_a_note():
+    """timm's --img-size sets both sizes."""
+    note = find_recipe("finetune").eval_note
+    told = str(note(get_recipe("finetune", image_size=128)))
+    assert told.startswith(
+        "training images have 128 px and evaluation images 224 px; --eval-size 128 --eval-resize 146"
+    )
+    assert note(get_recipe("finetune")) is None
+    assert note(get_recipe("finetune", image_size=128, eval_size=160)) is None
+    assert "--eval-size 16 evaluates" in str(find_recipe("digits").eval_note(get_recipe("digits", image_size=16)))
+    for name, recipe in all_recipes().items():
+        assert recipe.eval_note(get_recipe(name)) is None
+
+
 def test_image_sizes_that_are_given_stay():
     recipe = find_recipe("cifar10")
     config = get_recipe("cifar10", epochs=4, size_phases=(SizePhase(0, 24), SizePhase(3, 32)))
@@ -333,6 +347,11 @@ def test_listing():
     assert {"name", "claim", "source", "ranks", "model", "global_batch", "target"} <= set(rows[0])
     text = format_recipes()
     assert all(row["name"] in text for row in rows)
+
+
+def test_a_listing_that_is_piped_is_not_cut(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert all(line.endswith(row["claim"]) for row, line in zip(list_recipes(), format_recipes().splitlines()[1:]))
 
 
 @pytest.mark.parametrize("columns", ["40", "80", "200"])

@@ -61,6 +61,13 @@ def test_lines_are_on_disk_at_once_and_nan_is_strict_json(tmp_path):
     writer.close()
 
 
+def test_a_record_is_loaded_by_the_name_of_its_folder_and_shown_in_a_line(tmp_path):
+    RunRecord(recipe="digits", config={"x": 0}, environment={}, world_size=1, grid="1x1").save(tmp_path)
+    text = repr(RunRecord.load(str(tmp_path)))
+    assert text.startswith(f"RunRecord(recipe='digits', folder='{tmp_path}', error='', result=Result(reached=False, ")
+    assert "config" not in text
+
+
 def test_numpy_scalars_are_numbers(tmp_path):
     numpy = pytest.importorskip("numpy")
     with RunWriter(tmp_path, tensorboard=False) as writer:

@@ -571,6 +571,7 @@ def test_smoothing_keeps_a_constant_and_skips_nan():
 @pytest.mark.parametrize(
     ("got", "expected"),
     [
+        (units.duration(0.0), "0 s"),
         (units.duration(0.00002), "20 µs"),
         (units.duration(0.25), "250 ms"),
         (units.duration(0.9996), "1,000 ms"),
@@ -647,6 +648,21 @@ def test_test_time_augmentation_and_averages_are_said_everywhere(tmp_path, capsy
     assert re.search(r"without TTA\s+93.33 %", capsys.readouterr().out)
 
 
+def test_one_rank_communicates_nothing(tmp_path):
+    """The planner predicts groups for it, too, and its step copies gradients after backward."""
+    make_run(tmp_path, world_size=1, grid="1x1", timing={**TIMING.to_dict(), "groups": []})
+    page = report(tmp_path)
+    assert "A typical step, predicted for local" in page.text
+    assert "communication" not in page.text.lower()
+    assert "all-reduce within a step" not in page.text
+
+
+def test_one_epoch_is_not_epochs(tmp_path):
+    record = make_run(tmp_path, result=Result(epochs=1.0, steps=40, top1=0.9))
+    assert "trained   1 epoch in " in summary(record)
+    assert "trained for 1 epoch 40 steps" in report(tmp_path).text
+
+
 def test_top5_loss_and_classes_are_shown_where_the_run_has_them(tmp_path, capsys):
     result = Result(top1=0.9, top5=0.975, val_loss=0.34567, steps=40)
     by_class = {"samples": [10, 20, 0], "right": [9, 12, 0], "confusions": [[1, 0, 8], [0, 2, 1]]}
@@ -684,6 +700,25 @@ def test_watching_a_finished_run_prints_it_and_returns(tmp_path, capsys):
     assert "reached 99 % top-1" in out
     with pytest.raises(InputError):
         watch(tmp_path / "none")
+
+
+def test_watching_prints_names_with_brackets_as_they_are(tmp_path, capsys):
+    """rich takes [old] for a style, [/b] for the end of one, and :cat: for a picture."""
+    folder = tmp_path / "[old] :cat: [" / "b]"
+    make_run(folder)
+    watch(folder, once=True)
+    assert f"\n  report    {folder / 'report.html'}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [40, 60, 200])
+def test_curves_fit_into_the_terminal_with_their_last_values(tmp_path, monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    make_run(tmp_path / "run", steps=300)
+    watch(tmp_path / "run", once=True)
+    lines = capsys.readouterr().out.splitlines()
+    curve = next(line for line in lines if line.startswith("learning rate"))
+    assert curve.endswith("█"), "the rate of this run rises until its last step"
+    assert "…" not in "".join(lines)
 
 
 def test_watching_ends_with_the_folder(tmp_path, monkeypatch):

@@ -220,3 +220,7 @@ def test_an_interval_without_an_end_is_told_in_a_word() -> None:
     values = simulate("mlperf_resnet50", cluster="dgx_h100", gpus=[65_536], batch_per_rank=1024)
     row = format_simulation(values).splitlines()[3].split("  ")
     assert [cell.strip() for cell in row].count("years") == 1
+
+
+def test_energy_of_a_short_run_is_not_zero() -> None:
+    assert format_simulation(simulate("digits")).splitlines()[3].endswith("  <0.1")

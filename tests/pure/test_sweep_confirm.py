@@ -155,11 +155,11 @@ def test_seeds_of_a_point_without_a_rival_may_be_named_twice():
 
 def test_dry_run_says_what_is_known(tmp_path, capsys):
     path = tmp_path / "plan.toml"
-    path.write_text(SEARCHED)
+    path.write_text(f"seeds = 2\n{SEARCHED}")
     assert cli.main(["sweep", str(path), "--dry-run"]) == 0
     text = capsys.readouterr().out
-    assert "plan: 5 runs of digits" in text
-    last = "LARS: the best of these 3 runs is repeated with 2 seeds (1, 2); numbers 4 to 9, 2 for each point"
+    assert "plan: 8 runs of digits" in text
+    last = "LARS: the best of these 3 points is repeated with 2 seeds (2, 3); numbers 7 to 12, 2 for each point"
     assert text.splitlines()[-1].strip() == last
 
 

@@ -11,8 +11,9 @@ import pytest
 from hyperbatch import cli
 from hyperbatch.cli.parser import parse
 from hyperbatch.cli.train import config_of
-from hyperbatch.config import BatchPhase
+from hyperbatch.config import BatchPhase, fields
 from hyperbatch.errors import InputError
+from hyperbatch.recipes import get_recipe
 from hyperbatch.sweep.plan import load_plan, parse_plan, title
 
 PLAN = """
@@ -260,6 +261,14 @@ def test_a_data_folder_below_the_home(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cli.main(["sweep", str(path), "--dry-run"]) == 2
     assert f"data folder {tmp_path / 'images'} is empty" in capsys.readouterr().err
+
+
+def test_no_path_of_a_config_makes_a_folder_named_tilde(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    names = ("data", "init_from", "plan", "out")
+    config = get_recipe("imagenette", **dict.fromkeys(names, "~/x"))
+    values = [spec.of(config) for spec in fields() if spec.name in names]
+    assert values == [spec.parse("~/x") for spec in fields() if spec.name in names] == [str(tmp_path / "x")] * 4
 
 
 def test_a_mistake_that_only_the_data_shows_is_told_before_anything_is_run(tmp_path, capsys):

@@ -1,7 +1,9 @@
 """What a run says: what fits into a narrow terminal, and lines in a log."""
 
 import io
+import os
 import re
+import sys
 import time
 
 import pytest
@@ -171,3 +173,20 @@ def test_data_that_takes_long_is_no_reason_to_be_silent(monkeypatch, capsys):
     with _told_if_slow("digits: resnet8"):
         pass
     assert capsys.readouterr().err == ""
+
+
+def test_a_closed_pipe_is_an_error_and_not_the_end_of_the_process(monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    with monkeypatch.context() as patch, open(write, "w") as pipe:
+        patch.setattr(sys, "stderr", pipe)
+        with pytest.raises(BrokenPipeError):
+            Console().say("a line")
+        with open(os.devnull, "w") as null:
+            os.dup2(null.fileno(), write)  # so that the file can be closed
+
+
+def test_a_notebook_gets_plain_lines_on_stderr(monkeypatch, capsys):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    Console().say("a line")
+    assert capsys.readouterr() == ("", "a line\n")

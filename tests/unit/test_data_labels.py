@@ -325,6 +325,12 @@ def test_a_pack_json_of_another_program_is_no_pack(src, tmp_path, content):
         pack(src, tmp_path / "dst")
 
 
+def test_a_folder_that_cannot_be_made_is_told_without_a_number(src, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"cannot pack into .*/file/dst: Not a directory; give an empty folder"):
+        pack(src, tmp_path / "file" / "dst")
+
+
 def test_an_interrupted_append_is_finished_by_the_next_and_loses_nothing_before(src, packed, monkeypatch):
     before = [contents(source) for source in opened(packed)]
     add_class(src, "bee")

@@ -353,6 +353,9 @@ def test_the_dry_run_says_what_happens_to_the_head_and_what_is_trained(tmp_path,
         assert (told["start_note"] is None) == (note is None)
         assert note is None or told["start_note"].endswith(note)
         assert told["parameters"] == 64 * 10 + 10
+    path = (tmp_path / "other.pt").rename(tmp_path / "[bold].pt")  # a style of rich
+    assert main(["train", "digits", "--init-from", str(path), "--dry-run"]) == 0
+    assert "[bold].pt was trained for 7" in " ".join(capsys.readouterr().out.split())
     torch.save({"state_dict": model.state_dict()}, tmp_path / "nested.pt")
     save_file(model.state_dict(), tmp_path / "foreign.safetensors", metadata={"classes": "ten of them"})
     for file in ("nested.pt", "foreign.safetensors"):
