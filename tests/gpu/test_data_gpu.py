@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import photos
 import pytest
 import torch
-from PIL import Image
+from photos import photo
 
 from hyperbatch.config import BatchPhase, DataConfig
 from hyperbatch.data import augment, stream, trivial
@@ -33,18 +33,8 @@ CUDA = torch.device("cuda:0")
 CONFIG = DataConfig(cache="none", decoder="nvjpeg")
 
 
-def photo(width, height, seed=0):
-    """Smooth colours with some detail, as photographs have."""
-    rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (height // 12 + 2, width // 12 + 2, 3), dtype=np.uint8))
-    pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(float)
-    return Image.fromarray(np.clip(pixels + rng.normal(0, 4, pixels.shape), 0, 255).astype(np.uint8))
-
-
 def encoded(image, **options):
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", **{"quality": 90, **options})
-    return buffer.getvalue()
+    return photos.encoded(image, **{"quality": 90, **options})
 
 
 class Files(EncodedSource):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import shutil
 import threading
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from interpreter import inside, outside, run_by_the_interpreter
+from photos import encoded, without_codes
 from PIL import Image
 
 from hyperbatch.config import DataConfig
@@ -40,12 +40,6 @@ def photo(width, height, seed=0):
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), dtype=np.uint8))
     return coarse.resize((width, height), Image.Resampling.BICUBIC)
-
-
-def encoded(image, format="JPEG", **options):
-    buffer = io.BytesIO()
-    image.save(buffer, format, **options)
-    return buffer.getvalue()
 
 
 class Files(EncodedSource):
@@ -79,13 +73,6 @@ def planned(source, config, n=6, epoch=0, size=8):
 def eval_plan(n, padding):
     ids = np.minimum(np.arange(n), n - padding - 1)
     return BatchPlan(ids=ids, epochs=None, uniforms=None, size=8, padding=padding)
-
-
-def without_codes(data):
-    """The JPEG with a scan that names Huffman codes it does not have: it looks whole, but no decoder can read it."""
-    data = bytearray(data)
-    data[data.index(b"\xff\xda") + 6] = 0x33
-    return bytes(data)
 
 
 def decode_on_the_cpu(files, device):
