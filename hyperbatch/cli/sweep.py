@@ -70,7 +70,9 @@ def _say(line: str) -> None:
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """Raises InputError for a flag that has no effect with another one."""
+    """Raises InputError for a flag that has no effect with another one, and for an address as the folder."""
+    from hyperbatch.data.remote.store import is_address
+
     given = {
         "--side-by-side": args.side_by_side > 1,
         "--part": args.part[1] > 1,
@@ -79,6 +81,8 @@ def _check_flags(args: argparse.Namespace) -> None:
         "--retry-failed": args.retry_failed,
         "--keep-runs": args.keep_runs,
     }
+    if is_address(args.out):
+        raise InputError(f"--out {args.out} is an address; give a folder of this machine, and copy the results")
     if args.row is not None and not args.dry_run and any(given.values()):
         odd = next(flag for flag in given if given[flag])
         raise InputError(f"--row trains one run, prints its row and writes nothing; leave out {odd}")

@@ -31,6 +31,9 @@ except ImportError:  # an optional extra
 _MAX_PIXELS = 1 << 28  # a header may claim any size; no photograph is larger
 # An image with more than _MUCH_PIXELS has at most this many pixels per byte of its file, unless the file is malicious.
 _MUCH_PIXELS, _PIXELS_PER_BYTE = 1 << 24, 400
+# Pillow alone would warn of photographs of 108 megapixels and refuse those of 200, which the other decoders read.
+if Image.MAX_IMAGE_PIXELS is not None:
+    Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, _MAX_PIXELS)
 _JPEG_MAGIC = b"\xff\xd8\xff"
 _PPM_HEADER = re.compile(rb"P6\s(\d{1,6})\s(\d{1,6})\s255\s")  # as `data pack` writes photographs and arrays
 _SOI, _EOI = b"\xff\xd8", b"\xff\xd9"

@@ -164,6 +164,7 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "--recipe", "digits"], "write the name of the recipe without a flag"),
         (["train", "--resume", "--out", "nowhere"], "nowhere does not exist"),
         (["train", "--resume"], "--resume needs the folder of the run to continue; add --out DIR"),
+        (["sweep", "plan.toml", "--out", "gs://bucket/x"], "--out gs://bucket/x is an address; give a folder of this"),
         (["train", "--out", "s3://bucket/run"], "--out s3://bucket/run is an address; give a folder of this machine"),
         (["train", "--data", "somewhere"], "--data somewhere: the digits data set needs no folder"),
         (["train", "--init-from", "nowhere.pt"], "--init-from nowhere.pt: no such file"),

@@ -19,6 +19,7 @@ from hyperbatch.cli import main
 from hyperbatch.config import Config
 from hyperbatch.data import decode, folders
 from hyperbatch.data.layouts.archives import open_archive
+from hyperbatch.data.recompress import header_size
 from hyperbatch.data.source import BadSample
 from hyperbatch.durable import replace_text
 from hyperbatch.engine import evaluate, loop
@@ -160,6 +161,13 @@ def test_a_small_file_that_claims_a_large_image_is_refused():
     with pytest.raises(BadSample, match=r"bomb.png: 8000x8000 pixels in [\d,]+ bytes is too large"):
         decode.decode_full(bomb, "bomb.png", decoder="pillow")
     assert decode.decode_full(png(3_000, 3_000), "page.png", decoder="pillow").shape[:2] == (3_000, 3_000)
+
+
+@pytest.mark.parametrize(("width", "height"), [(12_000, 9_000), (16_320, 12_240)])
+def test_photographs_of_108_and_200_megapixels_are_no_bombs(width, height):
+    """Pillow alone warns of the first and refuses the second, so `data verify` found no image where others read one."""
+    photograph = png(width, height) + bytes(width * height // 400)
+    assert decode.image_size(photograph, "photograph.png") == header_size(photograph) == (width, height)
 
 
 def test_an_archive_that_unpacks_to_more_than_fits_is_refused(tmp_path, monkeypatch):
