@@ -1,8 +1,15 @@
-"""Tables in a terminal: a line of titles, then columns with right-aligned numbers."""
+"""Text in a terminal: tables of a line of titles and columns with right-aligned numbers, and names from data sets."""
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable, Sequence
+
+
+def printable(text: str) -> str:
+    """Returns the text with its control characters as escapes, such as \\n. In the name of a class or a file they could
+    end the line or change the terminal."""
+    return "".join(repr(c)[1:-1] if unicodedata.category(c) == "Cc" else c for c in text)
 
 
 def text_table(titles: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1) -> list[str]:

@@ -27,6 +27,7 @@ from hyperbatch.cli.byte_code import keep_byte_code
 from hyperbatch.cli.parser import parse
 from hyperbatch.cli.shared import discard_output, open_streams, place_of_rank
 from hyperbatch.errors import InputError, Interrupted, Preempted, RunFailed, notes_of
+from hyperbatch.tables import printable
 
 RANK_0_S = 2.0  # when one rank fails, the launcher ends all ranks; this gives rank 0 time to print the error
 PREEMPTED = 75  # sysexits.h: EX_TEMPFAIL, "try again later"
@@ -78,8 +79,7 @@ def _fail(error: InputError | RunFailed | str, code: int) -> int:
             return code
         error = f"rank {place.rank} (host {socket.gethostname()}): {error}"
     try:
-        line = str(error).replace("\n", "\\n")  # the name of a file may contain one
-        print(f"hyperbatch: {line}", file=sys.stderr)
+        print(f"hyperbatch: {printable(str(error))}", file=sys.stderr)
     except BrokenPipeError:  # nobody reads the message, but the exit code still counts
         discard_output()
     return code

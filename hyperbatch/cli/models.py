@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hyperbatch.cli.shared import AddVerb, add_device, add_trust, add_weights, positive, show, written
 from hyperbatch.errors import InputError
+from hyperbatch.tables import printable
 from hyperbatch.vocabulary import TTA
 
 MODEL = "Folder of a run, a checkpoint, or a .safetensors file written by `hyperbatch export`."
@@ -97,12 +98,12 @@ def _predict(args: argparse.Namespace) -> int:
         for answer in found:
             if answer.error:
                 failed += 1
-                print(f"hyperbatch: {answer.error}", file=sys.stderr)
+                print(f"hyperbatch: {printable(answer.error)}", file=sys.stderr)
             elif args.csv:
                 table.writerows((answer.image, rank, *best) for rank, best in enumerate(answer.top, start=1))
             else:
                 best = ", ".join(f"{name} {share:.1%}" for name, share in answer.top)
-                print(f"{answer.image:{wide}}  {best}", flush=True)
+                print(printable(f"{answer.image:{wide}}  {best}"), flush=True)
     return 1 if failed else 0
 
 

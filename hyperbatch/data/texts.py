@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from hyperbatch.data.pack import DataInfo, PackReport
 from hyperbatch.data.verify import VerifyReport
-from hyperbatch.tables import text_table
+from hyperbatch.tables import printable, text_table
 
 _NAMES_SHOWN = 10
 _MB = 1e6
 
 
 def format_info(info: DataInfo) -> str:
-    names = ", ".join(info.class_names[:_NAMES_SHOWN]) + (", ..." if info.classes > _NAMES_SHOWN else "")
+    names = ", ".join(map(printable, info.class_names[:_NAMES_SHOWN])) + (
+        ", ..." if info.classes > _NAMES_SHOWN else ""
+    )
     titles = ("split", "images", "MB", "kB per image", "smallest class", "largest class")
     titles += ("median width px", "median height px", "unreadable", "other files")
     rows = [
@@ -40,7 +42,7 @@ def format_verify(report: VerifyReport) -> str:
         lines = [f"ok: {read}, no problem found"]
     else:
         lines = [f"NOT ok: {_counted(report.problem_count, 'problem')} in {read}"]
-        lines += [f"  {problem}" for problem in report.problems]
+        lines += [f"  {printable(problem)}" for problem in report.problems]
         if report.problem_count > len(report.problems):
             lines.append(f"  and {report.problem_count - len(report.problems):,} more")
     return "\n".join([*lines, *(f"note: {note}" for note in report.notes)])

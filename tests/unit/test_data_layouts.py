@@ -97,7 +97,7 @@ def test_a_flat_validation_set_without_labels(tmp_path):
     assert "val holds images but no class folders" in message(tmp_path)
 
 
-def test_a_path_that_no_file_can_have_and_names_with_line_breaks(tmp_path, capsys):
+def test_a_path_that_no_file_can_have_and_names_with_control_characters(tmp_path, capsys):
     assert main(["data", "info", str(tmp_path / ("x" * 300))]) == 2
     assert "cannot be read: File name too long" in capsys.readouterr().err
     Files().images("train/a\nb/0.jpg", "val/c/0.jpg").folder(tmp_path / "set")
@@ -105,6 +105,9 @@ def test_a_path_that_no_file_can_have_and_names_with_line_breaks(tmp_path, capsy
     told = capsys.readouterr().err
     assert told.count("\n") == 1
     assert "only in train: a\\nb" in told
+    Files().images("train/a\x1b[2Jb/0.jpg", "val/a\x1b[2Jb/0.jpg").folder(tmp_path / "clears")
+    assert main(["data", "info", str(tmp_path / "clears")]) == 0
+    assert "folder, 1 classes: a\\x1b[2Jb\n" in capsys.readouterr().out
 
 
 needs_permissions = pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
