@@ -84,7 +84,9 @@ class Ending:
         self.preemption: Preemption | None = None  # also receives signals
         self._ranks, self._report = ranks, report
         self._alone = ranks.world_size == 1
-        self._name = f"hyperbatch-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{next(_runs)}"
+        # The store itself is that of one attempt. The number of restarts is no part of the name: the agent of each host
+        # counts its own, and ranks with different names would not see each other's heartbeats and signals.
+        self._name = f"hyperbatch-{next(_runs)}"
         self._store: dist.Store | None = None
         self._default_store: dist.Store | None = None  # on rank 0 it is the server, which ends with the last reference
         self._heart: Heartbeat | None = None

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import weakref
+from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar
 
@@ -31,6 +32,7 @@ from toy import config
 from hyperbatch.data.source import DataError
 from hyperbatch.engine import ending, loop, worker
 from hyperbatch.engine.culprit import Exit, first_cause
+from hyperbatch.engine.ending import Ending
 from hyperbatch.engine.ranks import Ranks, ended_by_sigterm
 from hyperbatch.engine.runner import StepRunner
 from hyperbatch.errors import RunFailed
@@ -288,6 +290,21 @@ def test_one_process_raises_and_goes_on(tmp_path, monkeypatch):
     with pytest.raises(RunFailed, match="the loss became"):
         loop.run(config(out=str(tmp_path), optimizer="sgd", lr=1e30, warmup_epochs=0.0), Ranks())
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), threading.active_count()) == before
+
+
+def restarted(rank):
+    """The agent of rank 1's host has restarted its ranks more often than that of rank 0's."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(3 * rank)
+    with Ending(Ranks(rank=rank, world_size=2, launcher="test")) as ending, ending.told():
+        assert ending.store is not None
+        ending.store.set(f"here-{rank}", "")
+        ending.store.wait([f"here-{1 - rank}"], timedelta(seconds=5))
+    return True
+
+
+def test_ranks_of_hosts_that_were_restarted_more_or_less_often_meet():
+    """Otherwise a healthy run would end after --timeout-s, as none would see a heartbeat of the other."""
+    assert run_ranks(2, restarted) == [True, True]
 
 
 def works(rank, folder, port):
