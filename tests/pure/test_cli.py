@@ -189,6 +189,10 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "--learning-rate", "fast"], "--lr: 'fast' is not a number"),
         (["doctor", "--nproc", "2"], "--nproc is the number of processes for --collectives; add --collectives"),
         (["eval", "nowhere"], "nowhere does not exist; give the folder of a run, a checkpoint or an exported model"),
+        (
+            ["export", "nowhere", "--output", "model.onnx"],
+            "--output model.onnx: --format safetensors writes no .onnx file; add --format onnx",
+        ),
         (["bench", "gpu"], "argument PART: invalid choice: 'gpu'"),
         (["report", "nowhere"], "nowhere is not a run folder"),
         (["watch", ".", "--once"], "has neither record.json nor metrics.jsonl"),
