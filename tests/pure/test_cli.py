@@ -193,6 +193,7 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
             ["export", "nowhere", "--output", "model.onnx"],
             "--output model.onnx: --format safetensors writes no .onnx file; add --format onnx",
         ),
+        (["simulate", "digits", "--plot", "time.png"], "time.png: pictures are written as SVG; use the suffix .svg"),
         (["bench", "gpu"], "argument PART: invalid choice: 'gpu'"),
         (["report", "nowhere"], "nowhere is not a run folder"),
         (["watch", ".", "--once"], "has neither record.json nor metrics.jsonl"),
