@@ -303,6 +303,15 @@ def test_names_of_other_trainers_find_the_flag(typed, meant):
         assert translated(["train", typed, "1", f"{typed}=2"]) == ["train", meant[0], "1", f"{meant[0]}=2"]
 
 
+@pytest.mark.parametrize(
+    ("words", "line"), [(["help"], "usage: hyperbatch [-h]"), (["help", "eval"], "usage: hyperbatch eval")]
+)
+def test_help_is_no_unknown_verb(capsys, words, line):
+    with pytest.raises(SystemExit):
+        main(words)
+    assert capsys.readouterr().out.startswith(line)
+
+
 def test_underscores_in_flags_are_dashes():
     words = ["train", "--label_smoothing=0.1", "--learning_rate", "1", "--out", "my_run", "--data=a_b=c_d"]
     assert translated(words) == ["train", "--label-smoothing=0.1", "--lr", "1", "--out", "my_run", "--data=a_b=c_d"]
