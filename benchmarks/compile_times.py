@@ -94,7 +94,7 @@ def asked(recipe: str, batch: int, sizes: Sequence[int]) -> list[tuple[Any, Any]
     found: list[tuple[Any, Any]] = []
 
     class Pool(compiler._Pool):
-        def submit(self, compile: Any) -> Future[Any]:  # type: ignore[override]
+        def submit(self, compile: Any) -> Future[Any]:
             cells = dict(zip(compile.__code__.co_freevars, (cell.cell_contents for cell in compile.__closure__)))
             found.append((cells["src"], cells["options"]))
             future: Future[Any] = Future()

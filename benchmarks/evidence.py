@@ -57,9 +57,9 @@ RULE = """A claim is **shown** if the whole 95 % confidence interval of the meas
 goal, **missed** if the whole interval is on the other side, and **open** otherwise. A claim with several values is
 shown if all of them are, and missed if one is. A difference, such as "LARS minus SGD", is the mean over pairs of runs
 with the same seed, in percentage points of top-1 accuracy. n is the number of runs. The limit of half a point in the
-claims of equal accuracy was chosen after the runs. An interval tells how far seeds move the mean on one set of test
-images; it is not widened for the number of comparisons on this page, and it says nothing about other images. A value
-from another program is quoted from its log, and its verdict is set by hand.
+claims of equal accuracy was chosen after the runs, unless the answer says otherwise. An interval tells how far seeds
+move the mean on one set of test images; it is not widened for the number of comparisons on this page, and it says
+nothing about other images. A value from another program is quoted from its log, and its verdict is set by hand.
 """
 RECORDS = """## Records
 

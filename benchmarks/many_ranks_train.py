@@ -12,7 +12,6 @@ Rank 0 also receives the batch-norm statistics of a ResNet-50 from every rank, a
 depend on how many ranks share this host's cores, and are not recorded.
 """
 
-# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import argparse

@@ -94,7 +94,7 @@ class Arena:
         for name in order:
             module, local = by_name[name]
             param = module.get_parameter(local)
-            kind = kind_of(module, local, param)
+            kind = kind_of(module, param)
             kept = _working_dtype(module, kind, param, dtype)
             slots.append(Slot(name, param, kept, ends.get(kept, 0), param.numel(), kind))
             ends[kept] = slots[-1].end
@@ -441,7 +441,7 @@ def _cast_frozen(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     for full_name, (module, name) in owners(model).items():
         param = module.get_parameter(name)
         if not param.requires_grad and param.is_floating_point():
-            cast = param.data.to(_working_dtype(module, kind_of(module, name, param), param, dtype))
+            cast = param.data.to(_working_dtype(module, kind_of(module, param), param, dtype))
             if cast.element_size() < param.element_size():
                 rounded[full_name] = param.detach().to("cpu", copy=True)
             param.data = cast

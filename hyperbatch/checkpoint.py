@@ -219,6 +219,12 @@ def load(path: Path, *, before_step: int | None = None) -> Checkpoint:
         raise Damaged(f"{path} cannot be read: it is damaged or not a checkpoint ({type(error).__name__})") from error
     if not _is_checkpoint(values):
         raise InputError(f"{path} is not a hyperbatch checkpoint of format {FORMAT}")
+    return _checkpoint_of(values, path)
+
+
+def _checkpoint_of(values: Mapping[str, Any], path: Path) -> Checkpoint:
+    """Returns the checkpoint with these values, which were read from `path`. Raises InputError if they are not
+    complete."""
     try:
         _check_tables(values)
         return replace(Checkpoint.from_dict(values), path=str(path))
@@ -357,7 +363,7 @@ def load_weights(path: Path) -> Weights:
             f"{path} is not a weights file: it is neither .safetensors nor written by torch.save"
         ) from error
     if _is_checkpoint(state):
-        saved = Checkpoint.from_dict(state)
+        saved = _checkpoint_of(state, path)
         return Weights(saved.weights(), tuple(saved.classes))
     for key in ("state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):

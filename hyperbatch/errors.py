@@ -14,6 +14,8 @@ class InputError(ValueError):
     """Invalid input. The message says in one line what is wrong, where, and what to do. The command prints it and exits
     with code 2."""
 
+    on_all_ranks = False  # whether every rank knows it, so that rank 0 prints it for all
+
 
 class Damaged(InputError):
     """The bytes of a file are not those that were written. Reading it again would not help."""
@@ -23,6 +25,7 @@ class RunFailed(RuntimeError):
     """A run that cannot continue. The message says in one line why, where, and what to try. The command prints it and
     exits with code 1."""
 
+    on_all_ranks = False  # as of InputError
     words: Mapping[str, Any] = MappingProxyType({})  # describe the first failure, if it is known (engine/ending.py)
 
 
@@ -42,6 +45,11 @@ class Preempted(Interrupted):
 def notes_of(error: BaseException) -> tuple[str, ...]:
     """Returns the notes that were added to the error with `add_note`."""
     return tuple(getattr(error, "__notes__", ()))
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or the error's type if there is no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def nearest(name: Any, known: list[str] | tuple[str, ...], *, listed_by: str | None = None) -> str:

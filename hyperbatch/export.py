@@ -29,7 +29,7 @@ from hyperbatch.checkpoint import Checkpoint
 from hyperbatch.config import Config
 from hyperbatch.errors import InputError
 from hyperbatch.models import create_from
-from hyperbatch.vocabulary import IMAGENET_MEAN, IMAGENET_STD
+from hyperbatch.vocabulary import IMAGENET_MEAN, IMAGENET_STD, TIMM_MODEL
 
 CHECKED_IMAGES = 3  # batch size with which an ONNX file is compared with the model
 CHECKED_SHARE = 1e-3  # largest difference as a share of the largest logit: the order of additions differs
@@ -123,7 +123,7 @@ class TrainedModel:
         unless `trust_code` is True."""
         named = {"model": self.config.model.model} | ({"data set": self.config.data.dataset} if data else {})
         for what, name in named.items():
-            if ":" in name and not name.startswith("timm/") and not trust_code:
+            if ":" in name and not name.startswith(TIMM_MODEL) and not trust_code:
                 raise InputError(
                     f"{self.path} names {name} as its {what}, which is Python code that would be imported and run; "
                     "use --trust-code (in Python trust_code=True) if you trust it"
@@ -200,7 +200,7 @@ def _onnx_program(model: nn.Module, images: Tensor) -> Any:
         import onnxscript  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise InputError(f"--format onnx needs {error.name}; run pip install 'hyperbatch[onnx]'") from error
-    with warnings.catch_warnings(), _quiet("torch.onnx"):
+    with warnings.catch_warnings(), _quiet_onnx():
         warnings.simplefilter("ignore")  # torch's exporter calls what torch deprecates
         try:
             return torch.onnx.export(
@@ -223,11 +223,11 @@ def _onnx_program(model: nn.Module, images: Tensor) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet(logger: str) -> Iterator[None]:
-    """A context without the logger's warnings about packages that are not installed."""
+def _quiet_onnx() -> Iterator[None]:
+    """A context without torch's warnings about packages for ONNX that are not installed."""
     import logging
 
-    log = logging.getLogger(logger)
+    log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)
     try:

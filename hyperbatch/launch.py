@@ -19,12 +19,14 @@ from typing import Any
 
 from hyperbatch.callbacks import Hooks, forwarded
 from hyperbatch.config import Config
+from hyperbatch.data.remote.store import is_address
 from hyperbatch.data.source import DataCounts, check_data, has_data
 from hyperbatch.engine.agent import check_nproc, count_gpus, default_nproc, start_ranks
 from hyperbatch.engine.context import open_context
 from hyperbatch.engine.folder import claimed, default_out, has_checkpoint, keep_config, resume_hint
 from hyperbatch.engine.ranks import Ranks, Terminated, ended_by_sigterm, find_ranks
 from hyperbatch.engine.scratch import scratch_folder
+from hyperbatch.engine.worker import quiet_torch
 from hyperbatch.errors import Damaged, InputError, Interrupted, Preempted, RunFailed, check_kind, notes_of
 from hyperbatch.kernels import workers
 from hyperbatch.plan import inventory
@@ -66,43 +68,54 @@ def _train(config: Config, callbacks: Iterable[Any], ranks: Ranks | None) -> Run
     hooks = Hooks([*callbacks, *trackers_of(config)] if ranks is None or ranks.rank == 0 else ())
     if config.run.resume != "no" and not config.run.out:
         raise InputError("--resume needs the folder of the run to continue; add --out DIR")
+    if is_address(config.run.out):
+        raise InputError(f"--out {config.run.out} is an address; give a folder of this machine, and copy the results")
     if not has_data(config.data):
         address = published_data(config)
         download = f", or download the published data set with --data {address}" if address else ""
         raise InputError(f"{config.recipe} needs --data: give a folder, an archive or an address{download}")
-    if ranks is None:
-        nproc = config.run.nproc or default_nproc(config.run.device)
-        check_nproc(nproc)
-        out = Path(config.run.out or ".")
-        if config.run.resume == "yes" and out.is_dir() and not has_checkpoint(out):
-            raise InputError(f"--resume: {out} holds no checkpoint; use --resume auto to start the run again")
-        with _told_if_slow(opening(config, nproc)):
-            counts = check_data(config.data)  # before torch is loaded: the most common mistake is reported at once
-            check_input(config, nproc, counts)
-        given, config = config, config.override(out=str(config.run.out or default_out(config)), nproc=nproc)
-        with claimed(Path(config.run.out or "."), resume=config.run.resume):
-            _say(opening(config, nproc, counts))
-            if nproc > 1 or "torch" not in sys.modules:
-                _say("loading torch ..." if nproc == 1 else f"starting {nproc} ranks, each of which loads torch ...")
-            check_resume(config)
-            if problem := keep_config(given, Path(config.run.out or ".")):
-                _say(f"warning: {problem}")
-            # A process that is killed cannot restart itself, so restarts need a separate process.
-            apart = nproc > 1 or config.run.max_restarts > 0
-            with _end_told(hooks, Path(config.run.out or ".")):
-                record = _train_elastic(config, nproc, hooks) if apart else _train_here(config, Ranks(), hooks)
-    else:
-        if config.run.max_restarts:
-            raise InputError(
-                f"--max-restarts {config.run.max_restarts}: only {ranks.launcher} can restart these ranks; use its "
-                f"own option (torchrun --max-restarts, sbatch --requeue) and --resume auto"
-            )
-        if ranks.rank == 0:
-            _say(opening(config, ranks.world_size))
-        record = _train_here(config, ranks, hooks, keeps_config=True)
+    record = _train_on_this_host(config, hooks) if ranks is None else _train_launched(config, ranks, hooks)
     if ranks is None or ranks.rank == 0:
         hooks.tell("on_end", record)
     return record
+
+
+def _train_on_this_host(config: Config, hooks: Hooks) -> RunRecord:
+    """Checks the input, claims the run's folder and starts the ranks."""
+    nproc = config.run.nproc or default_nproc(config.run.device)
+    check_nproc(nproc)
+    named = Path(config.run.out or ".")  # --resume requires --out
+    if config.run.resume == "yes" and named.is_dir() and not has_checkpoint(named):
+        raise InputError(f"--resume: {named} holds no checkpoint; use --resume auto to start the run again")
+    with _told_if_slow(opening(config, nproc)):
+        counts = check_data(config.data)  # before torch is loaded: the most common mistake is reported at once
+        check_input(config, nproc, counts)
+    given, name = config, str(config.run.out or default_out(config))
+    out, config = Path(name), config.override(out=name, nproc=nproc)
+    with claimed(out, resume=config.run.resume):
+        _say(opening(config, nproc, counts))
+        if nproc > 1 or "torch" not in sys.modules:
+            _say("loading torch ..." if nproc == 1 else f"starting {nproc} ranks, each of which loads torch ...")
+        check_resume(config)
+        if problem := keep_config(given, out):
+            _say(f"warning: {problem}")
+        # A process that is killed cannot restart itself, so restarts need a separate process.
+        apart = nproc > 1 or config.run.max_restarts > 0
+        with _end_told(hooks, out):
+            return _train_elastic(config, nproc, hooks) if apart else _train_here(config, Ranks(), hooks)
+
+
+def _train_launched(config: Config, ranks: Ranks, hooks: Hooks) -> RunRecord:
+    """Trains as one of the ranks that a launcher has started."""
+    if config.run.max_restarts:
+        raise InputError(
+            f"--max-restarts {config.run.max_restarts}: only {ranks.launcher} can restart these ranks; use its "
+            f"own option (torchrun --max-restarts, sbatch --requeue) and --resume auto"
+        )
+    quiet_torch()
+    if ranks.rank == 0:
+        _say(opening(config, ranks.world_size))
+    return _train_here(config, ranks, hooks, keeps_config=True)
 
 
 def opening(config: Config, world_size: int, counts: DataCounts | None = None) -> str:
@@ -191,7 +204,8 @@ def _train_as(config: Config, ranks: Ranks, hooks: Hooks, keeps_config: bool) ->
         except RunFailed as error:
             if config.run.out is None:
                 raise
-            raise type(error)(f"{error}; {resume_hint(Path(config.run.out))}") from error
+            error.args = (f"{error}; {resume_hint(Path(config.run.out))}",)
+            raise
     _check_preempted(record)
     if ranks.rank == 0:
         finish(record)

@@ -39,11 +39,10 @@ class MlperfEvents:
             "submission_platform": platform,
         }
 
-    def init_start(self, *, cache_cleared: bool = False) -> None:
-        """cache_cleared: whether the system's file cache was dropped before. MLPerf requires this; we do not do it."""
+    def init_start(self) -> None:
         for key, value in self._submission.items():
             self._log(key, value)
-        self._log("cache_clear", cache_cleared)
+        self._log("cache_clear", False)  # MLPerf requires that the system's file cache is dropped; we do not do it
         self._start("init_start")
 
     def run_start(

@@ -27,7 +27,7 @@ def is_dtensor(tensor: Tensor | None) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def kind_of(module: nn.Module, name: str, param: nn.Parameter) -> str:
+def kind_of(module: nn.Module, param: nn.Parameter) -> str:
     """The kind of a parameter: "norm" by its module's type, "bias" for others of at most one dimension, else "weight".
 
     Attribute names are not used, because the norm of a ResNet's shortcut is called `downsample.1`. Norm layers of
@@ -66,7 +66,7 @@ def undecayed(model: nn.Module) -> set[str]:
     for full_name, (module, name) in own.items():
         param = module.get_parameter(name)
         embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        if kind_of(module, name, param) != "weight" or is_broadcast(name, param.shape) or embedding:
+        if kind_of(module, param) != "weight" or is_broadcast(name, param.shape) or embedding:
             found.add(full_name)
     for prefix, module in model.named_modules():
         if hasattr(module, "no_weight_decay"):
@@ -248,7 +248,10 @@ def backward_order(model: nn.Module, run_backward: Callable[[], None]) -> list[s
         with torch.no_grad():
             for places, name, buffer, saved in buffers:
                 places[name] = buffer  # forward may have replaced the tensor
-                buffer.copy_(saved)
+                if not any(
+                    stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
+                ):
+                    buffer.copy_(saved)  # torch does not write to an expanded tensor, whose elements share memory
     if named and not finished:
         raise InputError(
             "run_backward has computed no gradient of the model; give a function that ends with loss.backward()"

@@ -23,7 +23,7 @@ from hyperbatch.plan.fit import StepMemory
 from hyperbatch.plan.strategies import group_options, plan_groups
 from hyperbatch.plan.types import GroupPlan, RankGrid, TensorSpec
 from hyperbatch.plan.workload import model_tensors, resolve_all, step_memory
-from hyperbatch.recipes import all_recipes, batch_note, eval_note, size_note, weights_note
+from hyperbatch.recipes import all_recipes, recipe_notes
 from hyperbatch.schedule import FULL_SIZE, Phase, full_size_epochs, learning_rate, repeats_note, size_spans, total_steps
 from hyperbatch.schedule.layers import GroupSummary, ParamRow
 from hyperbatch.tables import text_table
@@ -56,8 +56,7 @@ class Preview:
     @property
     def note(self) -> str | None:
         repeats = repeats_note(self.config.schedule.batch_phases, self.counts.train_samples)
-        notes = (note(self.config) for note in (weights_note, batch_note, size_note, eval_note))
-        return "; ".join(filter(None, (*notes, repeats))) or None
+        return "; ".join(filter(None, (*recipe_notes(self.config), repeats))) or None
 
     @property
     def parameters(self) -> int:
@@ -183,7 +182,7 @@ def tensors_and_groups(config: Config, channels: int) -> tuple[tuple[TensorSpec,
     for name, (module, local) in owners(model).items():
         param = module.get_parameter(local)
         if param.requires_grad:
-            kind = kind_of(module, local, param)
+            kind = kind_of(module, param)
             wide = dtype if kind == "weight" or dtype not in HALF_DTYPES else "float32"
             specs.append(TensorSpec(name=name, shape=tuple(param.shape), kind=kind, dtype=wide))
     return tuple(reversed(specs)), group_summary(optim, model)

@@ -176,7 +176,7 @@ def _layers(model: nn.Module, done: dict[str, _Done], order: list[str], samples:
     for full_name in order:
         module, name = own[full_name]
         param = module.get_parameter(name)
-        found = TracedParameter(full_name, tuple(param.shape), kind_of(module, name, param))
+        found = TracedParameter(full_name, tuple(param.shape), kind_of(module, param))
         held.setdefault(full_name.rpartition(".")[0], []).append(found)
     kinds = {name: _kind(module, done[name], held.get(name, [])) for name, module in model.named_modules()}
     layers, rest = [], sum(done[name].saved for name, kind in kinds.items() if kind is None)

@@ -20,7 +20,7 @@ from typing import Any
 
 from hyperbatch.callbacks import Callback, EvalEvent, StartEvent, StepEvent
 from hyperbatch.config import Config, fields, format_value
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, first_line
 from hyperbatch.record import RunRecord
 
 PROJECT = "hyperbatch"
@@ -90,7 +90,7 @@ class Tracker(Callback):
             call(*arguments)
         except Exception as error:
             self._broken = True
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             print(f"hyperbatch: {self.name} failed, and the run continues without it: {reason}", file=sys.stderr)
 
 

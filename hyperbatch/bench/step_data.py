@@ -25,7 +25,7 @@ from hyperbatch.bench.harness import Candidate
 from hyperbatch.bench.step_runs import Setting
 from hyperbatch.config import BatchPhase, Config, DataConfig
 from hyperbatch.data.pack import pack
-from hyperbatch.data.source import EncodedSource, open_data
+from hyperbatch.data.source import EncodedSource, open_data, spread_ids
 from hyperbatch.engine.loop import run
 from hyperbatch.engine.ranks import Ranks
 from hyperbatch.errors import InputError
@@ -168,8 +168,8 @@ def describe(source: Any) -> str:
     """Describes the size of the files, since the time of decoding depends on the pixels."""
     if not isinstance(source, EncodedSource):
         return f"{len(source):,} images in memory"
-    chosen = np.linspace(0, len(source) - 1, min(64, len(source))).astype(int)
-    shapes = [source.image(int(i)).shape for i in chosen]
+    chosen = spread_ids(source, 64)
+    shapes = [source.image(i).shape for i in chosen]
     height, width = np.mean([shape[:2] for shape in shapes], axis=0)
-    kilobytes = np.mean([len(source.read(int(i))) for i in chosen]) / 1e3
+    kilobytes = np.mean([len(source.read(i)) for i in chosen]) / 1e3
     return f"{len(source):,} files of {width:.0f}x{height:.0f} px and {kilobytes:.0f} kB on average"

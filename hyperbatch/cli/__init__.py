@@ -18,14 +18,15 @@ with --resume auto.
 from __future__ import annotations
 
 import contextlib
+import socket
 import sys
 import time
 from typing import NoReturn
 
 from hyperbatch.cli.byte_code import keep_byte_code
 from hyperbatch.cli.parser import parse
-from hyperbatch.cli.shared import discard_output, is_first_rank, open_streams
-from hyperbatch.errors import InputError, Preempted, RunFailed, notes_of
+from hyperbatch.cli.shared import discard_output, open_streams, place_of_rank
+from hyperbatch.errors import InputError, Interrupted, Preempted, RunFailed, notes_of
 
 RANK_0_S = 2.0  # when one rank fails, the launcher ends all ranks; this gives rank 0 time to print the error
 PREEMPTED = 75  # sysexits.h: EX_TEMPFAIL, "try again later"
@@ -65,13 +66,20 @@ def command() -> NoReturn:
     raise SystemExit(code)
 
 
-def _fail(message: object, code: int) -> int:
-    if is_first_rank():  # an error that one rank finds is raised on all ranks, see engine.ranks.together
-        try:
-            line = str(message).replace("\n", "\\n")  # the name of a file may contain one
-            print(f"hyperbatch: {line}", file=sys.stderr)
-        except BrokenPipeError:  # nobody reads the message, but the exit code still counts
-            discard_output()
-    elif code == 2:
-        time.sleep(RANK_0_S)
+def _fail(error: InputError | RunFailed | str, code: int) -> int:
+    """Prints the error on rank 0 and returns the code. Before the ranks have met, each knows only its own errors: a
+    file or a GPU that is missing on its host, which the host's first rank prints, or a connection that failed."""
+    place = place_of_rank()
+    if place is not None and place.rank > 0:
+        if code == 2:
+            time.sleep(RANK_0_S)
+        of_all = isinstance(error, (str, Interrupted)) or error.on_all_ranks
+        if of_all or (place.local_rank > 0 and isinstance(error, InputError)):
+            return code
+        error = f"rank {place.rank} (host {socket.gethostname()}): {error}"
+    try:
+        line = str(error).replace("\n", "\\n")  # the name of a file may contain one
+        print(f"hyperbatch: {line}", file=sys.stderr)
+    except BrokenPipeError:  # nobody reads the message, but the exit code still counts
+        discard_output()
     return code

@@ -83,11 +83,15 @@ def translated(arguments: Sequence[str]) -> list[str]:
     return words
 
 
-class ShortHelp(argparse.Action):
-    """-h, --help: prints the flags of COMMON and says how to list the rest."""
+class Help(argparse.Action):
+    """A flag without a value that prints a help text and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **more)
+
+
+class ShortHelp(Help):
+    """-h, --help: prints the flags of COMMON and says how to list the rest."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         shown = {action.dest: action for action in reversed(parser._actions) if action.help != argparse.SUPPRESS}
@@ -105,11 +109,8 @@ class ShortHelp(argparse.Action):
         parser.exit()
 
 
-class FullHelp(argparse.Action):
+class FullHelp(Help):
     """--help-all: prints every flag."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **more)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         parser.print_help()

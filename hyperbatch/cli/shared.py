@@ -8,11 +8,14 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hyperbatch.durable import FULL
 from hyperbatch.errors import InputError, RunFailed
 from hyperbatch.record import strict_json
+
+if TYPE_CHECKING:
+    from hyperbatch.engine.ranks import Ranks
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -93,13 +96,18 @@ def open_streams() -> None:
         sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "backslashreplace")
 
 
-def is_first_rank() -> bool:
+def place_of_rank() -> Ranks | None:
+    """Returns the ranks as set by a launcher. None if there is none, or if its variables are wrong, which the verb
+    reports."""
     from hyperbatch.engine.ranks import find_ranks
 
-    try:
-        ranks = find_ranks()
-    except InputError:
-        return True
+    with contextlib.suppress(InputError):
+        return find_ranks()
+    return None
+
+
+def is_first_rank() -> bool:
+    ranks = place_of_rank()
     return ranks is None or ranks.rank == 0
 
 

@@ -87,6 +87,8 @@ def _train(args: argparse.Namespace) -> int:
     if is_first_rank():
         for line in without_effect(config, [spec.name for spec in fields() if getattr(args, spec.name) is not None]):
             print(f"note: {line}", file=sys.stderr)
+    if (args.save_config or args.dry_run) and not is_first_rank():
+        return 0  # rank 0 answers for all
     if args.save_config:
         from hyperbatch.recipes.files import save_config
 

@@ -84,7 +84,7 @@ def grid_hook(state, bucket):  # no annotations: DDP compares them by identity, 
         if error is None:
             future.set_result(buffer)
         else:
-            future.set_exception(error)  # type: ignore[arg-type]
+            future.set_exception(error)
 
     state.comm.submit(exchange, buffer.device, then)
     return future

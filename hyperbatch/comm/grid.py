@@ -85,7 +85,7 @@ class GridComm:
         slices = [everyone] if self.members == everyone else _slices(self.members, everyone)
 
         self.rank = self.members.index(me)
-        self.row_index, self.column_index = next((r, row.index(me)) for r, row in enumerate(self.ranks) if me in row)
+        self.column_index = next(row.index(me) for row in self.ranks if me in row)
         if self.size > 1 or (alone and ready):
             self._make_groups(mesh, slices, timeout or _world_timeout())
 

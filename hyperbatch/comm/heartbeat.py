@@ -200,6 +200,13 @@ class Heartbeat:
             return self.heard()
         return None
 
+    def without_store(self, what: str) -> Words | None:
+        """If the store does not answer, gives it up and returns words about its host, followed by `what`. For a rank
+        whose exchange has failed, long before `timeout_s`."""
+        if self.given_up is None and not self._asked(lambda: self._store.check([_LOST]) or True, False):
+            self.given_up = self._about_store(what)
+        return self.given_up
+
     def stay(self) -> None:
         """Keeps reporting the current place, because this rank has failed there."""
         self._stays = True
@@ -267,14 +274,16 @@ class Heartbeat:
                 self._answered = now  # this process itself was stopped, for example with Ctrl-Z
             silent_s = now - self._answered
             if silent_s > self._timeout_s:
-                who, whose = "the store", {}
-                if self._keeper is not None:
-                    who = f"rank {self._keeper}, which hosts the store,"
-                    whose = {"rank": self._keeper, "host": self._keeper_process.host}
                 self._doomed = self._keeper_process.name
-                self.given_up = {"message": f"{who} has not responded for {silent_s:.1f} s{self._problem}", **whose}
+                self.given_up = self._about_store(f"has not responded for {silent_s:.1f} s{self._problem}")
                 self._lose(self.given_up)
                 return
+
+    def _about_store(self, what: str) -> Words:
+        if self._keeper is None:
+            return {"message": f"the store {what}"}
+        whose = {"rank": self._keeper, "host": self._keeper_process.host}
+        return {"message": f"rank {self._keeper}, which hosts the store, {what}", **whose}
 
     def _lose(self, words: Words) -> None:
         """Reports a lost rank. Only the first call has an effect."""

@@ -263,9 +263,9 @@ class GradSync:
         if step is None:
             return
         if step.arrived[i]:
-            raise RuntimeError(
+            raise InputError(
                 f"{self._slots[i].name} received two gradients after one begin(); call begin(last_micro_step=False) "
-                "before every backward of a step but the last"
+                "before every backward of a step but the last, and use_reentrant=False in torch.utils.checkpoint"
             )
         step.arrived[i] = True
         flight = step.flights[self._group_of[i]]

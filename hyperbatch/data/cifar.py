@@ -25,6 +25,7 @@ import numpy as np
 
 from hyperbatch.cores import usable_cores
 from hyperbatch.data import kept
+from hyperbatch.data.folders import check_readable
 from hyperbatch.data.source import ArraySource, DataCounts
 from hyperbatch.data.tars import check_end
 from hyperbatch.errors import InputError
@@ -257,6 +258,7 @@ def _unpacked(parts: list[Any]) -> list[Any]:
     if not isinstance(parts[0], _Part) or parts[0].member is None:
         return parts
     path, found = parts[0].path, {}
+    check_readable(path)
     try:
         with tarfile.open(path, "r:gz") as tar:
             for member in tar:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import lzma
-import mmap
 import os
 import tarfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol, cast
+from typing import IO, NamedTuple, Protocol
 
 import numpy as np
 
@@ -205,8 +205,8 @@ def class_names(tree: Tree) -> tuple[str, ...]:
 
 
 class TarSource(EncodedSource):
-    """One split from tars with members SPLIT/CLASS/.../FILE. Plain tars are memory-mapped, and compressed ones are
-    unpacked into memory.
+    """One split from tars with members SPLIT/CLASS/.../FILE. Compressed tars are unpacked into memory. Plain ones are
+    opened for each read, because there may be more of them than the process may open.
 
     Nothing is extracted to disk, so a member's path is only a label. Symbolic links, devices, and odd and hidden paths
     are skipped.
@@ -214,20 +214,19 @@ class TarSource(EncodedSource):
 
     def __init__(self, paths: list[Path], split: str) -> None:
         self._paths = paths
-        self._contents = [_tar_content(path) for path in paths]
+        self._contents = [_unpacked(path) for path in paths]
         # (tar, class, file) -> (offset, length). If a tar holds a file twice, the later one counts.
         found: dict[tuple[int, str, str], tuple[int, int]] = {}
         for number, (path, content) in enumerate(zip(paths, self._contents, strict=True)):
             try:
-                for name, offset, length in plain_files(_file_over(content)):
-                    *folders, file = path_parts(name)
-                    if len(folders) < 2 or folders[0] != split or not is_image(file):
-                        continue
-                    if not any(folder.startswith(".") for folder in folders):
-                        found[number, folders[1], "/".join([*folders[2:], file])] = offset, length
-            except (ValueError, OverflowError) as error:  # a memory map cannot seek beyond its end
-                raise InputError(f"{path} is truncated or damaged ({error}); fetch or write it again") from error
-            except tarfile.TarError as error:
+                with open(path, "rb") if content is None else io.BytesIO(content) as tar:
+                    for name, offset, length in plain_files(tar):
+                        *folders, file = path_parts(name)
+                        if len(folders) < 2 or folders[0] != split or not is_image(file):
+                            continue
+                        if not any(folder.startswith(".") for folder in folders):
+                            found[number, folders[1], "/".join([*folders[2:], file])] = offset, length
+            except (tarfile.TarError, OSError, ValueError, OverflowError) as error:  # a damaged size can be anything
                 raise InputError(f"{path} cannot be read as a tar: {error}; fetch or write it again") from error
         if not found:
             raise InputError(f"{paths[0]} has no members named {split}/CLASS/IMAGE.jpg; write the tar with such names")
@@ -238,7 +237,15 @@ class TarSource(EncodedSource):
 
     def read(self, index: int) -> bytes:
         number, offset, size = (int(v) for v in self._spans[index])
-        data = self._contents[number][offset : offset + size]
+        content = self._contents[number]
+        try:
+            if content is None:
+                with open(self._paths[number], "rb") as file:
+                    data = os.pread(file.fileno(), size, offset)
+            else:
+                data = content[offset : offset + size]
+        except OSError as error:
+            raise BadSample(f"{self.describe(index)}: {error.strerror}") from error
         if len(data) != size:
             raise BadSample(f"{self.describe(index)}: the tar ends before the file does")
         return data
@@ -307,8 +314,15 @@ def _is_image_file(entry: os.DirEntry[str]) -> bool:
     return not os.path.isdir(entry.path) if entry.is_symlink() else entry.is_file()
 
 
-def _tar_content(path: Path) -> bytes | mmap.mmap:
-    """Returns the uncompressed tar: memory-mapped from disk, or unpacked once into memory."""
+def check_readable(path: Path) -> None:
+    """Raises InputError if the user may not read the file. Those who read archives take other errors for damage."""
+    if not os.access(path, os.R_OK):
+        raise InputError(f"{path} cannot be read: {os.strerror(errno.EACCES)}; check its permissions")
+
+
+def _unpacked(path: Path) -> bytes | None:
+    """Returns the content of a compressed tar, and None for a plain one."""
+    check_readable(path)
     try:
         if path.name.endswith(".xz"):
             with lzma.open(path) as file:
@@ -316,11 +330,11 @@ def _tar_content(path: Path) -> bytes | mmap.mmap:
         if path.name.endswith("gz"):
             with gzip.open(path) as file:
                 return read_into_memory(file, path)
-        with open(path, "rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    # ValueError: an empty file cannot be mapped.
     except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(f"{path} cannot be read: {error}; fetch or write it again") from error
+    return None
 
 
 def read_into_memory(file: IO[bytes] | gzip.GzipFile, path: Path) -> bytes:
@@ -335,10 +349,3 @@ def read_into_memory(file: IO[bytes] | gzip.GzipFile, path: Path) -> bytes:
                 f"{path} unpacks to more than {limit >> 20:,} MiB, half of the free memory; unpack it first"
             )
     return b"".join(parts)
-
-
-def _file_over(content: bytes | mmap.mmap) -> IO[bytes]:
-    if isinstance(content, bytes):
-        return io.BytesIO(content)
-    content.seek(0)
-    return cast(IO[bytes], content)  # a memory map has read, seek and tell, as a file does

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from hyperbatch.data.source import ArraySource, EncodedSource, Source, spread_ids
+from hyperbatch.data.source import ArraySource, EncodedSource, Source, class_difference, spread_ids
 from hyperbatch.errors import InputError
 
 _PROBED_IMAGES = 4096  # images of an in-memory set that are hashed; the labels of all samples are
@@ -23,6 +23,7 @@ _FORMS = {
     "FolderSource": "folders",
     "TarSource": "tars",
     "MemberSource": "archives",
+    "ParquetSource": "parquet files",
     "ShardSource": "packed shards",
     "RemoteShardSource": "packed shards",
 }
@@ -110,11 +111,8 @@ def check_same_data(
     """
     differences = []
     if list(classes) != list(train.classes):
-        only = [("then", set(classes) - set(train.classes)), ("now", set(train.classes) - set(classes))]
-        parts = [f"only {when}: {', '.join(sorted(names)[:3])}" for when, names in only if names]
-        differences.append(
-            f"{len(classes)} classes then and {len(train.classes)} now ({'; '.join(parts) or 'in another order'})"
-        )
+        told = class_difference(classes, train.classes, ("then", "now"))
+        differences.append(f"{len(classes)} classes then and {len(train.classes)} now ({told})")
     if samples != len(train):
         differences.append(f"train had {samples} samples and now has {len(train)}")
     if saved and not differences:

@@ -23,7 +23,7 @@ from hyperbatch.choices import cache_folder
 
 WORTH_KEEPING_BYTES = 16 << 20  # smaller files are just as fast to read again
 _CHECKSUM_BYTES = 4
-INDEX_VERSION = 2  # raised when archives are read differently, so that the indexes of older versions are made again
+INDEX_VERSION = 3  # raised when archives are read differently, so that the indexes of older versions are made again
 
 Arrays = dict[str, np.ndarray]
 
@@ -92,6 +92,8 @@ def made_once(name: str, write: Callable[[IO[bytes]], None]) -> Path | None:
         with open(path.with_name(f"{name}.lock"), "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.is_file():
+                for part in path.parent.glob(f".{name}-*"):  # of a process that was killed
+                    part.unlink()
                 with whole_file(path) as file:
                     write(file)
     except OSError:

@@ -24,11 +24,13 @@ from hyperbatch.config import DataConfig
 from hyperbatch.data.folders import FolderSource, is_image
 from hyperbatch.data.layouts import PACKED, open_both, open_one, recognise
 from hyperbatch.data.recompress import Recompress
+from hyperbatch.data.remote.store import is_address
 from hyperbatch.data.shard_writer import (
     Progress,
     ShardPlan,
     cannot_write,
     is_finished,
+    part_of,
     skipped_rows,
     write_atomically,
     write_shards,
@@ -119,7 +121,9 @@ def pack(
     if shard_bytes < 1 or workers < 0:
         raise InputError(f"shard size {shard_bytes} and workers {workers}: must be positive")
     recompress = Recompress(short_side=short_side, quality=quality, decoded=decoded)
-    src, dst = data_path(DataConfig(dataset="images", data=str(src))), Path(dst)
+    if is_address(str(dst)):
+        raise InputError(f"{dst} is an address; pack into a folder of this machine, and copy the folder to the address")
+    src, dst = data_path(DataConfig(dataset="images", data=str(src))), Path(dst).expanduser()
     _, sources = open_splits(src, split)
     if any(isinstance(source, ShardSource) for source in sources.values()):
         raise InputError(f"{src} is packed already; give the folder tree or tars it was made from")
@@ -289,7 +293,9 @@ def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append
                 raise InputError(
                     f"{dst} holds a pack with another shard size, or other options for its images; give an empty folder"
                 )
-        elif any(dst.iterdir()):
+            if (dst / MANIFEST).exists():
+                _forget_unfinished(dst, held["splits"], wanted)
+        elif any(path != part_of(plan) for path in dst.iterdir()):
             raise InputError(f"{dst} is not empty and holds no pack; give an empty folder")
         elif append:
             raise InputError(f"--append: {dst} holds no pack to add to; pack without it first")
@@ -311,6 +317,24 @@ def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append
         if isinstance(error, InputError):
             raise
         raise _cannot_pack(dst, error) from error
+
+
+def _forget_unfinished(dst: Path, held: dict[str, dict[str, str]], wanted: dict[str, dict[str, str]]) -> None:
+    """Removes the classes of an interrupted addition that have changed since, and all of its shards, from a complete
+    pack. The manifest does not list them."""
+    manifest = read_manifest(dst)
+    for name in held.keys() & wanted.keys():
+        split = manifest.splits.get(name)
+        packed = {manifest.classes[number] for number in split.classes} if split else set()
+        unfinished = {each: found for each, found in held[name].items() if each not in packed}
+        if unfinished.items() <= wanted[name].items():
+            continue
+        held[name] = {each: found for each, found in held[name].items() if each in packed}
+        listed = {Path(shard.name).stem for shard in split.shards} if split else set()
+        # The indexes first: an index means that its shard is complete.
+        for path in sorted(dst.glob(f"{name}-*"), key=lambda path: path.suffix != ".npy"):
+            if path.name.partition(".")[0] not in listed:
+                path.unlink()
 
 
 def _class_order(before: Manifest | None, sources: dict[str, EncodedSource]) -> tuple[str, ...]:

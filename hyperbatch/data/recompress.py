@@ -66,7 +66,8 @@ def image_format(data: bytes) -> str:
     """Returns the format of the bytes as a file extension: "jpeg", "png", ..., or "bin" if it is unknown."""
     try:
         with Image.open(io.BytesIO(data)) as image:
-            return (image.format or "bin").lower()
+            kind = (image.format or "bin").lower()
+            return "jpeg" if kind == "mpo" else kind  # a JPEG that holds further pictures, as some cameras write it
     except Exception:  # a damaged header can raise anything
         return "bin"
 

@@ -224,8 +224,13 @@ def cannot_write(path: Path, error: OSError) -> InputError:
     )
 
 
+def part_of(path: Path) -> Path:
+    """Returns the file to which `write_atomically` writes first. It stays behind if the process is killed."""
+    return path.with_name(path.name + ".part")
+
+
 def write_atomically(path: Path, content: bytes) -> None:
-    part = path.with_name(path.name + ".part")
+    part = part_of(path)
     with open(part, "wb") as file:
         file.write(content)
         file.flush()

@@ -267,8 +267,19 @@ def holds_plan(folder: Path) -> bool:
 
 
 def is_plan(content: bytes) -> bool:
-    """Whether a pack.json was written by hyperbatch. Other programs use this name, too."""
+    """Whether a pack.json or manifest.json was written by hyperbatch. Other programs use these names, too."""
     return FORMAT.encode() in content
+
+
+def holds_packed(folder: Path) -> bool:
+    """Whether the folder holds a packed set, which may be damaged or not complete."""
+    path = folder / MANIFEST
+    try:
+        if path.exists() and is_plan(_content(path)):
+            return True
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    return holds_plan(folder) or (path.exists() and any(folder.glob("*.index.npy")))
 
 
 def incomplete(where: object) -> str:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import unicodedata
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -21,7 +22,7 @@ import numpy as np
 
 from hyperbatch.config import DataConfig
 from hyperbatch.data.remote.store import Address, is_address
-from hyperbatch.errors import InputError, RunFailed, load_object, nearest, own_code
+from hyperbatch.errors import InputError, RunFailed, load_object, nearest, own_code, shown
 from hyperbatch.vocabulary import IMAGENET_MEAN, IMAGENET_STD
 
 _BYTES = (bytes, bytearray, memoryview)
@@ -301,16 +302,11 @@ def open_data(config: DataConfig) -> tuple[Source, Source]:
 
 def open_eval(config: DataConfig) -> Source:
     """Opens the validation set alone. In a folder of images, the training set may be missing."""
-    return open_split(config, "val")
-
-
-def open_split(config: DataConfig, split: str) -> Source:
-    """Opens one split alone. In a folder of images, the other split may be missing."""
     if config.dataset == "images":
         from hyperbatch.data.layouts import open_one, recognise
 
-        return open_one(recognise(data_place(config)), split)
-    return open_data(config)[("train", "val").index(split)]
+        return open_one(recognise(data_place(config)), "val")
+    return open_data(config)[1]
 
 
 def check_data(config: DataConfig) -> DataCounts:
@@ -393,16 +389,22 @@ def data_path(config: DataConfig) -> Path:
 
 def check_same_classes(train: tuple[str, ...], val: tuple[str, ...], where: Path | str) -> None:
     """Raises InputError if the classes differ. It names those that only one split has."""
-    if train == val:
-        return
+    if tuple(train) != tuple(val):
+        told = class_difference(train, val, ("in train", "in val"))
+        raise InputError(f"{where}: train and val have different classes ({told}); make them equal")
+
+
+def class_difference(first: Sequence[str], second: Sequence[str], places: tuple[str, str]) -> str:
+    """Says how two lists of classes differ: which of them are only in the first or the second place."""
     parts = []
-    for split, extra in (("train", set(train) - set(val)), ("val", set(val) - set(train))):
+    for place, extra in zip(places, (set(first) - set(second), set(second) - set(first)), strict=True):
         if extra:
             shown = ", ".join(sorted(extra)[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
-            parts.append(f"only in {split}: {shown}")
-    raise InputError(
-        f"{where}: train and val have different classes ({'; '.join(parts) or 'other order'}); make them equal"
-    )
+            parts.append(f"only {place}: {shown}")
+    composed, other = ({unicodedata.normalize("NFC", name) for name in names} for names in (first, second))
+    if parts and composed == other:
+        parts.append("they look the same, but their letters have different Unicode forms, NFC and NFD")
+    return "; ".join(parts) or "in another order"
 
 
 def _user_data(config: DataConfig) -> tuple[Source, Source]:
@@ -432,11 +434,19 @@ def _check_own(source: Source) -> None:
         raise InputError(f"{name} has {samples} labels and {len(source.images)} images; give one image per label")
     if not isinstance(source.labels, np.ndarray):
         raise InputError(f"{name}: labels must be a numpy array, got {type(source.labels).__name__}")
+    names: Any = source.classes
+    # Checkpoints hold the names, and are read without other types, such as numpy's own texts.
+    if not isinstance(names, tuple | list) or any(type(each) is not str for each in names):
+        raise InputError(f"{name}: classes must be a tuple of str, got {shown(names)}; convert them with str()")
+    if len(set(names)) < len(names):
+        raise InputError(f"{name}: classes must have different names, got {shown(names)}")
     checked_labels(name, source.labels, len(source.classes))
     check_colors(name, source.channels, source.mean, source.std)
     if not isinstance(source, ArraySource | EncodedSource):
         with contextlib.suppress(BadSample):  # the loader will report it
-            image: Any = source.image(0)
+            rule = "it must return pixels, or raise BadSample"
+            with own_code(f"{name}: image(0)", rule, lambda error: isinstance(error, BadSample)):
+                image: Any = source.image(0)
             if not (
                 isinstance(image, np.ndarray)
                 and image.dtype == np.uint8

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyperbatch.choices import cache_folder
 from hyperbatch.config import Config
 from hyperbatch.cores import usable_cores
-from hyperbatch.data.kept import cache_folder
 from hyperbatch.models.alexnet import AlexNetBN
 from hyperbatch.models.depthwise import DepthwiseConv2d
 from hyperbatch.models.quick import quicken

@@ -11,7 +11,6 @@ stream on which it runs. All graphs share one memory pool; tensors that outlive 
 state) are outside it.
 """
 
-# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import contextlib
@@ -28,6 +27,7 @@ from hyperbatch.data.batch import Batch
 from hyperbatch.engine.learner import GraphMemory, Learner
 from hyperbatch.engine.step import Inputs, Launch, Work, blank_batch, inputs_of, run_launch
 from hyperbatch.engine.steptimer import Ends, NoMarks, StepTimer
+from hyperbatch.errors import first_line
 from hyperbatch.kernels.memsets import replace_memsets
 from hyperbatch.optim.rates import RateTable
 
@@ -166,7 +166,7 @@ class NotCaptured(Exception):
 
     def __init__(self, error: BaseException) -> None:
         error = first_cause(error)
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        line = first_line(error)
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
         super().__init__(
             f"{line} (in {frames[-1].name}, {frames[-1].filename}:{frames[-1].lineno})" if frames else line

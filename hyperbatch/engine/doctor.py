@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import ipaddress
 import json
 import os
 import platform
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from hyperbatch.engine.agent import check_nproc, default_nproc, start_ranks
 from hyperbatch.engine.ranks import Ranks, find_ranks
 from hyperbatch.engine.scratch import scratch_folder
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, first_line
 from hyperbatch.tables import text_table
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _package(name: str) -> Check:
     try:
         importlib.import_module(name)
     except Exception as error:  # a build for another torch fails in many ways at import
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         detail = (
             f"{version} cannot be imported ({reason}); install a build that fits torch and Python here, or remove it"
         )
@@ -124,12 +125,18 @@ def _devices() -> Check:
 
 
 def _network() -> Check:
-    host = socket.gethostname()
+    """gloo listens at the address of the host's name, which other hosts must be able to reach."""
+    host, advice = socket.gethostname(), "set GLOO_SOCKET_IFNAME for runs over several hosts"
     try:
-        return Check("network", True, f"{host} resolves to {socket.gethostbyname(host)}")
+        address = socket.gethostbyname(host)
     except OSError:
-        # Gloo resolves the host name; if that fails, it cannot connect several hosts.
-        return Check("network", True, f"{host} has no address; set GLOO_SOCKET_IFNAME for runs over several hosts")
+        return Check("network", True, f"{host} has no address; {advice}")
+    is_own = ipaddress.ip_address(address).is_loopback and "GLOO_SOCKET_IFNAME" not in os.environ
+    return Check(
+        "network",
+        True,
+        f"{host} resolves to {address}" + (f", which other hosts cannot reach; {advice}" if is_own else ""),
+    )
 
 
 def _disk() -> Check:
@@ -170,7 +177,7 @@ def _join_and_check(ranks: Ranks, collectives: bool, failed: list[Check]) -> tup
             dist.all_gather_object(everyone, (socket.gethostname(), failed))
             rows = _check_grids(ranks, device) if collectives else []
     except (InputError, RuntimeError) as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        line = first_line(error)
         return [], [Check("ranks", False, f"rank {ranks.rank} of {ranks.world_size}: {line}")]
     others = {f"{host} {check.name}": check for host, checks in everyone for check in checks if check not in failed}
     hosts = len({host for host, _ in everyone})

@@ -133,7 +133,7 @@ class Ending:
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """A context inside the process group: an error that leaves it has been reported to all ranks."""
+        """A context inside the process group: an error that leaves it has been reported to all ranks, and says so."""
         if not self._alone and self._store is None:
             self._default_store = dist.distributed_c10d._get_default_store()
             # A connection of its own, because calls that block occupy theirs.
@@ -141,11 +141,15 @@ class Ending:
         try:
             yield
         except BaseException as error:
+            if isinstance(error, (InputError, RunFailed)):
+                error.on_all_ranks = True
             if self._store is None or self._said:
                 raise
             cause = self._fail(error, self._store)
             if cause is not None:
-                raise (InputError if cause["kind"] == "InputError" else RunFailed)(cause["message"]) from error
+                adopted = (InputError if cause["kind"] == "InputError" else RunFailed)(cause["message"])
+                adopted.on_all_ranks = True
+                raise adopted from error
             raise
         if self._heart is not None:
             self._heart.stop()
@@ -193,7 +197,11 @@ class Ending:
             line = _who_is_lost(lost, error, self._ranks.rank)
             self._lost(self._heart.about(lost[0], line), after="exchange")
         # The exchange timed out: the rank that the others wait for still responds, but makes no progress.
-        words = self._heart.heard() or self._heart.hang()
+        words = (
+            self._heart.heard()
+            or self._heart.hang()
+            or self._heart.without_store(_unreachable(error, self._ranks.rank))
+        )
         return words and self._in_full(words)
 
     def _in_full(self, words: Words) -> Words:
@@ -273,7 +281,7 @@ class Ending:
 
     def _let_others_hear(self) -> None:
         """Waits until the other ranks have read the store, which rank 0 may host."""
-        if self._heart is not None and self._ranks.rank == 0 and self._ranks.launcher != "torchrun":
+        if self._heart is not None and self._ranks.rank == 0 and not self._ranks.agent_store:
             time.sleep(self._heart.heard_after_s)
 
     @contextlib.contextmanager
@@ -308,11 +316,14 @@ class Ending:
 
 def _who_is_lost(lost: list[int], error: BaseException, rank: int) -> str:
     """Returns a line that names the lost ranks: NCCL reports that a connection broke, but not to which rank."""
+    if len(lost) == 1:
+        return f"rank {lost[0]} {_unreachable(error, rank, ' with it')}"
+    return f"ranks {named(lost)} {_unreachable(error, rank, ' with them').replace('has', 'have', 1)}"
+
+
+def _unreachable(error: BaseException, rank: int, whom: str = "") -> str:
     reason = str(error).strip().partition("\n")[0]
-    who, have, it = f"rank {lost[0]}", "has", "it"
-    if len(lost) > 1:
-        who, have, it = f"ranks {named(lost)}", "have", "them"
-    return f"{who} {have} ended or cannot be reached: communication with {it} failed on rank {rank}: {reason}"
+    return f"has ended or cannot be reached: communication{whom} failed on rank {rank}: {reason}"
 
 
 def _interrupts(number: int) -> bool:

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from hyperbatch.data.batch import Batch
 from hyperbatch.data.loader import eval_batches
 from hyperbatch.data.remote.store import is_address
-from hyperbatch.data.source import open_eval
+from hyperbatch.data.source import class_difference, open_eval
 from hyperbatch.engine.cuda_graphs import Backend, NotCaptured, Replay
 from hyperbatch.engine.ranks import Ranks, join
 from hyperbatch.errors import InputError
 from hyperbatch.export import load_trained
 from hyperbatch.models.layers import in_evaluation, to_channels_last
-from hyperbatch.models.norm import merge_over_ranks, norm_buffers, persistent_buffers
+from hyperbatch.models.norm import merge_over_ranks, persistent_buffers
 from hyperbatch.models.tta import VIEWS, plain_and_averaged
 from hyperbatch.optim.averaging import WeightAverage
 from hyperbatch.recipes.files import run_config
@@ -196,8 +196,9 @@ class Evaluator:
         """Copies the sources to the stand-ins. Statistics are merged over ranks (rule 4 of docs/design.md)."""
         sources = self._sources()
         if self._group is not None:
-            norms = norm_buffers(self._model)
-            sources |= merge_over_ranks({name: sources[name] for name in sources if name in norms}, self._group)
+            # By name, as checkpoints do, so that an evaluation of a checkpoint has the same result.
+            buffers = persistent_buffers(self._model)
+            sources |= merge_over_ranks({name: sources[name] for name in sources if name in buffers}, self._group)
         if sources:
             torch._foreach_copy_([self._stand_ins[name] for name in sources], list(sources.values()))
 
@@ -303,8 +304,10 @@ def evaluate_checkpoint(
     with join(Ranks(), device, config.run.timeout_s) as place:
         eval_set = open_eval(config.data)
         if tuple(eval_set.classes) != trained.classes:
+            told = class_difference(trained.classes, eval_set.classes, ("in the checkpoint", "in the data set"))
             raise InputError(
-                f"the {len(eval_set.classes)} classes of the data set differ from those of the checkpoint; check --data"
+                f"the {len(eval_set.classes)} classes of the data set differ from those of the checkpoint ({told}); "
+                "check --data"
             )
         model = trained.build(trust_code=trust_code)
         dtype = torch.float64 if config.optim.precision == "fp64" else torch.float32

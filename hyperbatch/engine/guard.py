@@ -125,7 +125,10 @@ class Guard:
         pairs = zip(names, found[usual][1], found[odd[0]][1], strict=True)
         place = next((name for name, mine, theirs in pairs if mine != theirs), "a value that has changed again since")
         when = f"after step {step}; after step {self._equal_at} all ranks agreed"
-        advice = "check the memory, GPU and software there"
+        advice = (
+            "check the memory, GPU and software there, or use --compare-every-steps 0 if the ranks run on different "
+            "processors, which may round differently"
+        )
         if most > others[0][1]:
             who = f"rank {odd[0]} (host {found[odd[0]][0]}) has"
             if len(odd) > 1:

@@ -66,12 +66,12 @@ class Journal:
         only."""
         self.config, self.out, self.clock = config, out, clock
         self._rank = ranks.rank
-        self._hooks = hooks if ranks.rank == 0 else NO_HOOKS
+        chief = ranks.rank == 0
+        self._hooks = hooks if chief else NO_HOOKS
         self._written: deque[tuple[CheckpointEvent, Span]] = deque()  # not reported to the hooks yet
         self._words: dict[str, Any] = {}  # describe the failure that ended the run (engine/ending.py)
-        chief = ranks.rank == 0
         self.console = Console(enabled=chief and not quiet)
-        self.writer = None
+        self.writer = self.mlperf = None
         if chief and out is not None:
             self.writer = RunWriter(
                 out,
@@ -79,13 +79,12 @@ class Journal:
                 world_size=ranks.world_size,
                 warn=lambda line: self.console.say(f"warning: {line}"),
             )
+            self.mlperf = MlperfEvents(self.writer, config, platform=platform.node())
+            self.mlperf.init_start()
         self._code = {
             "date": datetime.now().astimezone().isoformat(timespec="seconds"),
             "commit": None if self.writer is None else commit(),
         }
-        self.mlperf = MlperfEvents(self.writer, config, platform=platform.node()) if self.writer is not None else None
-        if self.mlperf is not None:
-            self.mlperf.init_start()
         self.run: Run | None = None
         self.failure: RunRecord | None = None  # the record of a failed run
         self._booked: list[Booked] = []  # steps whose loss has not been checked

@@ -40,7 +40,7 @@ from hyperbatch.params import head_layer, owners
 from hyperbatch.plan.files import fitted_groups
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.schedule.layers import layer_factors
-from hyperbatch.vocabulary import TIMM, is_foreign
+from hyperbatch.vocabulary import TIMM, TIMM_MODEL, is_foreign
 
 
 class GraphMemory:
@@ -262,7 +262,7 @@ def fill_from(
     if source != TIMM:
         weights = checkpoint.load_weights(Path(source))
     else:
-        source = f"timm's {config.model.model.removeprefix('timm/')}"
+        source = f"timm's {config.model.model.removeprefix(TIMM_MODEL)}"
         tensors = pretrained_weights(config.model.model, in_channels=in_channels, fetch=fetch)
         weights = checkpoint.Weights(tensors, None)
     return checkpoint.start_from(model, weights, classes=class_names, where=source)

@@ -25,9 +25,9 @@ from hyperbatch.engine.kernel_choice import training_kernels
 from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.place import collective_of, place_of
 from hyperbatch.engine.preempt import Preemption
-from hyperbatch.engine.ranks import Ranks, join
+from hyperbatch.engine.ranks import Ranks, errors_shared, join, share
 from hyperbatch.engine.rollback import may_roll_back, roll_back
-from hyperbatch.engine.run import Run, at_precision, build_run
+from hyperbatch.engine.run import Run, at_precision, build_run, check_equal_config
 from hyperbatch.engine.runner import StepRunner
 from hyperbatch.engine.saver import Saver
 from hyperbatch.engine.step import MicroStep
@@ -83,14 +83,17 @@ def run(
         ending.watch(config.run.timeout_s, raises=device.type == "cpu")
         if device.type == "cuda":
             prepare_triton()
+        check_equal_config(config, ranks, device)
         out = claim_folder(config, ranks, held)
         saved, told = snapshot.find_start(config, ranks, out)
-        if saved is not None and snapshot.is_over(config, saved) and (out / "record.json").exists():
-            record = RunRecord.load(out)
-            if not record.error:
-                how = snapshot.how_to_go_on(config, saved)
-                Console(enabled=ranks.rank == 0).say(f"nothing to do in {out}: {how}")
-                return record
+        if (
+            saved is not None
+            and snapshot.is_over(config, saved)
+            and (record := finished_record(out, ranks)) is not None
+        ):
+            how = snapshot.how_to_go_on(config, saved)
+            Console(enabled=ranks.rank == 0).say(f"nothing to do in {out}: {how}")
+            return record
         if keeps_config and ranks.rank == 0 and (problem := keep_config(config, out)):
             told += (problem,)
         config = at_precision(config, device, ranks, saved)
@@ -110,6 +113,16 @@ def run(
             ending.preemption, preemption.on_stop = preemption, ending.disarm
             with preemption.watched(ending.store):
                 return train(run, runner, journal, saver, preemption)
+
+
+def finished_record(out: Path, ranks: Ranks) -> RunRecord | None:
+    """Returns the record of a run that has ended, as rank 0 finds it, or None. Other hosts may not see the folder."""
+    record = None
+    with errors_shared(ranks):
+        if ranks.rank == 0 and (out / "record.json").exists():
+            record = RunRecord.load(out)
+    record = share(record, ranks)
+    return None if record is None or record.error else record
 
 
 def train(

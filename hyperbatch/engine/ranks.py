@@ -3,7 +3,6 @@
 `find_ranks` only reads environment variables, so it can be called before torch is loaded; `join` does the rest.
 """
 
-# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import contextlib
@@ -22,7 +21,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from hyperbatch.cores import usable_cores
-from hyperbatch.errors import InputError
+from hyperbatch.errors import InputError, RunFailed
 from hyperbatch.kernels import leave_processors
 from hyperbatch.memory import freed_memory_kept
 from hyperbatch.plan.types import RankGrid
@@ -191,7 +190,8 @@ def open_group(ranks: Ranks, device: torch.device, timeout_s: float) -> Iterator
     _allow_files(FILES_PER_RANK * ranks.world_size + FILES)
     _leave_processors_to_nccl(ranks)
     resolve(ranks.master_addr, min(timeout_s, RESOLVE_S))
-    with signals_kill():  # other ranks may never join, and no signal handler runs while this rank waits
+    # Other ranks may never join, and no signal handler runs while this rank waits.
+    with signals_kill(), _connection_told(ranks):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=stores.meet(ranks, timeout_s) if ranks.agent_store else stores.own_store(ranks, timeout_s),
@@ -205,6 +205,26 @@ def open_group(ranks: Ranks, device: torch.device, timeout_s: float) -> Iterator
         leave_group(device)
         raise
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _connection_told(ranks: Ranks) -> Iterator[None]:
+    """A context in which this rank connects to the others; an error of torch becomes a RunFailed of one line."""
+    import torch.distributed as dist
+
+    try:
+        yield
+    except RunFailed:
+        raise
+    except (dist.DistError, RuntimeError) as error:  # gloo raises plain RuntimeError
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        advice = (
+            "check that the hosts reach each other; if they have several networks, set GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME to the interface that they share"
+        )
+        if "EADDRINUSE" in reason:
+            advice = f"set MASTER_PORT to a free port instead of {ranks.master_port}"
+        raise RunFailed(f"this rank could not connect to the others: {reason}; {advice}") from error
 
 
 def resolve(host: str, timeout_s: float) -> None:
@@ -263,7 +283,7 @@ def leave_group(device: torch.device) -> None:
         dist.destroy_process_group()
         return
     with contextlib.suppress(Exception):  # the original error is the one to report
-        dist.distributed_c10d._abort_process_group()  # pyright: ignore[reportAttributeAccessIssue]
+        dist.distributed_c10d._abort_process_group()
 
 
 _host_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -289,7 +309,7 @@ def _gpu_index(ranks: Ranks, gpus: int) -> int:
     --gpus-per-task=1)."""
     if gpus == 1 and ranks.launcher == "slurm":
         return 0
-    if ranks.local_rank >= gpus:
+    if ranks.local_size > gpus:  # on every rank of this host
         raise InputError(
             f"{ranks.local_size} processes on {socket.gethostname()}, but torch sees {gpus} GPUs; "
             f"start one process per GPU"

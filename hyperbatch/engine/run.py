@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
+from hyperbatch import __version__
 from hyperbatch.checkpoint import Checkpoint, Progress
 from hyperbatch.comm.agree import check_agreement
-from hyperbatch.config import Config
+from hyperbatch.config import Config, fields, format_value
 from hyperbatch.data.cache import gpu_cache_bytes
 from hyperbatch.data.decoders import cpu_decode_share, measured_decoder
 from hyperbatch.data.identity import check_same_data, sample_list
@@ -22,9 +23,13 @@ from hyperbatch.engine.learner import Learner, build_learner
 from hyperbatch.engine.ranks import Ranks, errors_shared, gather, host_group, share
 from hyperbatch.engine.steptimer import StepTimer
 from hyperbatch.engine.validation import Validation
-from hyperbatch.recipes import batch_note, eval_note, size_note, weights_note
+from hyperbatch.recipes import recipe_notes
 from hyperbatch.schedule import Phase, repeats_note, resolve_phases
 from hyperbatch.vocabulary import DEVICE_PRECISIONS
+
+# What a host may have in another place or do in its own way. Of a file it only matters here whether there is one.
+OWN_FIELDS = ("data", "data_cache_gb", "data_threads", "prefetch", "cache", "cache_bytes", "out", "nproc", "tracker")
+FILE_FIELDS = ("init_from", "plan")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -133,6 +138,23 @@ def build_run(
     )
 
 
+def check_equal_config(config: Config, ranks: Ranks, device: torch.device) -> None:
+    """Raises InputError on every rank if one was started with another config, or runs on another kind of device. Such
+    ranks would wait for each other, or train on samples that were drawn twice."""
+    if ranks.world_size == 1:
+        return
+    lines = [f"hyperbatch {__version__}", f"recipe {config.recipe}", f"the {device.type} as its device"]
+    for spec in fields():
+        if spec.name not in OWN_FIELDS:
+            value = spec.of(config)
+            is_file = spec.name in FILE_FIELDS and value is not None
+            lines.append(f"{spec.name} {'of a file' if is_file else format_value(value)}")
+    advice = "start the same command on every host"
+    if config.run.resume != "no":
+        advice += ", with an --out that all hosts share"
+    check_agreement(host_group() or dist.group.WORLD, "the config", lines, advice=advice)
+
+
 def check_equal_data(train: Source, val: Source) -> None:
     """Raises InputError on every rank if one sees different samples, for example because its host has an incomplete
     copy of the data set. Each rank takes its part of one order of all samples."""
@@ -188,9 +210,9 @@ def fast_precision(device: torch.device) -> str:
 
 def notes(config: Config, device: torch.device, train_samples: int) -> list[str]:
     """Returns notes for the user about this run before it starts."""
-    repeats = repeats_note(config.schedule.batch_phases, train_samples)
-    found = [weights_note(config), batch_note(config), size_note(config), eval_note(config), repeats]
-    precision = config.optim.precision
+    found, precision = recipe_notes(config), config.optim.precision
+    if repeats := repeats_note(config.schedule.batch_phases, train_samples):
+        found.append(repeats)
     if device.type == "cpu" and precision in ("fp16", "bf16") and precision != (fast := fast_precision(device)):
         found.append(f"{precision} is many times slower than {fast} on this CPU; use --precision {fast} here")
-    return [note for note in found if note]
+    return found

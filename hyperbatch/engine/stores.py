@@ -14,6 +14,7 @@ import ipaddress
 import socket
 import time
 import uuid
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -60,12 +61,13 @@ def own_store(ranks: Ranks, timeout_s: float) -> dist.Store:
     address. If a host name is given instead, it listens on every interface, because hosts may resolve the name
     differently."""
     store, wait = _opened(ranks, timeout_s), timedelta(seconds=max(timeout_s, JOIN_S))
+    store.set(f"hyperbatch-joined-{ranks.rank}", "")
     if store.add("hyperbatch-joined", 1) == ranks.world_size:
         store.set("hyperbatch-all-joined", "")
     try:
         store.wait(["hyperbatch-all-joined"], wait)
     except dist.DistStoreError:
-        raise _not_all(ranks, wait.total_seconds()) from None
+        raise _not_all(ranks, wait.total_seconds(), _missing(store, "hyperbatch-joined-", ranks)) from None
     return store
 
 
@@ -130,13 +132,28 @@ def meet(ranks: Ranks, timeout_s: float) -> dist.Store:
 
     while not all_have_come():
         if time.monotonic() > deadline:
-            raise _not_all(ranks, join_s)
+            raise _not_all(ranks, join_s, _missing(meeting, "question-", ranks))
         time.sleep(0.01)
     return dist.PrefixStore(own, store)
 
 
-def _not_all(ranks: Ranks, seconds: float) -> RunFailed:
-    return RunFailed(f"the ranks could not connect within {seconds:g} s; are all {ranks.world_size} running?")
+def _missing(store: dist.Store, prefix: str, ranks: Ranks) -> list[int]:
+    """Returns the ranks that have not written to the store. Only rank 0 asks, since the store has a single thread."""
+    others = range(1, ranks.world_size) if ranks.rank == 0 else ()
+    return [rank for rank in others if not store.check([f"{prefix}{rank}"])]
+
+
+def _not_all(ranks: Ranks, seconds: float, missing: Sequence[int] = ()) -> RunFailed:
+    if not missing:
+        failed = RunFailed(f"the ranks could not connect within {seconds:g} s; are all {ranks.world_size} running?")
+        failed.on_all_ranks = ranks.rank > 0  # rank 0 knows who is missing
+        return failed
+    from hyperbatch.comm.place import ranges  # a command that only starts ranks does not need it
+
+    return RunFailed(
+        f"of {ranks.world_size} ranks, {ranges(missing)} did not connect to {ranks.master_addr}:{ranks.master_port} "
+        f"within {seconds:g} s; see what their hosts have printed"
+    )
 
 
 class OneHost(RendezvousHandler):

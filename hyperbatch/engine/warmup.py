@@ -12,6 +12,7 @@ from hyperbatch.engine.compiled import CompiledRegions, reason_of
 from hyperbatch.engine.learner import Learner
 from hyperbatch.engine.step import MicroStep, Work
 from hyperbatch.engine.steptimer import StepTimer
+from hyperbatch.errors import first_line
 from hyperbatch.kernels.compile import asking, compiling
 from hyperbatch.models.norm import buffer_places
 from hyperbatch.models.quick import compile_quick, has_quick_kernels
@@ -79,9 +80,7 @@ def compile_kernels(
     """
 
     def step(images: Tensor, labels: Tensor) -> None:
-        # This is not the last micro-step of its step, so there is no exchange.
-        part = MicroStep(len(labels), 2 * len(labels), first=True, last=False)
-        work(learner, part, images, labels, total, StepTimer(learner.device))
+        _without_exchange(learner, work, images, labels, total)
         if learner.update is learner.optimizer:  # a sharded update would exchange weights
             with torch.no_grad():
                 learner.optimizer.step_fused()
@@ -100,7 +99,7 @@ def compile_kernels(
             if other_trials is not None:
                 other_trials()
     except Exception as error:
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return first_line(error)
     finally:
         learner.sync.forget()
         learner.optimizer.refresh()  # its kernels, which were not launched, would have kept this up to date
@@ -117,7 +116,7 @@ def compile_layers(
             with compiling(ranks=ranks_per_host, count=count):
                 compile_quick(learner.model, learner.dtype)
     except Exception as error:
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return first_line(error)
     return None
 
 
@@ -134,14 +133,18 @@ def compile_regions(
     """Compiles the regions of a model by running a step, inside `preserved_state`. Returns the reason if it fails."""
     try:
         with regions.compiling(count):
-            # This is not the last micro-step of its step, so there is no exchange.
-            part = MicroStep(len(labels), 2 * len(labels), first=True, last=False)
-            work(learner, part, images, labels, total, StepTimer(learner.device))
+            _without_exchange(learner, work, images, labels, total)
     except Exception as error:  # of torch, a backend, or the model's own code; plain steps then raise the latter
         return reason_of(error)
     finally:
         learner.sync.forget()
     return None
+
+
+def _without_exchange(learner: Learner, work: Work, images: Tensor, labels: Tensor, total: Tensor) -> None:
+    """Runs a micro-step that is not the last of its step, so there is no exchange."""
+    part = MicroStep(len(labels), 2 * len(labels), first=True, last=False)
+    work(learner, part, images, labels, total, StepTimer(learner.device))
 
 
 def _copy(value: Scalar) -> Scalar:

@@ -21,6 +21,7 @@ def main(config_path: Path) -> int:
     because the parent reads the record. The reason of a failure is written to a file next to the config."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # otherwise Ctrl-C during imports would print a traceback
     end_with_parent()
+    quiet_torch()
     gc.disable()  # importing torch creates 200,000 permanent objects; collections during the import would take 0.2 s
     from hyperbatch.config import Config
     from hyperbatch.engine.agent import PREEMPT_FILE
@@ -68,6 +69,12 @@ def main(config_path: Path) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def quiet_torch() -> None:
+    """Must be called before torch is imported. When a rank is gone, torch would print a stack trace of C++ for every
+    request to the store that fails, on every rank: 75 kB each before the reason, which is one line."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def leave(code: int) -> NoReturn:

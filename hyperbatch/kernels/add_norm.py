@@ -12,8 +12,7 @@ bits are always the same. Reference: `hyperbatch.models.residual`.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

@@ -20,7 +20,7 @@ Their traffic is 1 + 2 bytes for each element in 16 bits: 50,000 images of 32x32
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportCallIssue=false
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -30,8 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SAMPLE_COLUMNS = 6  # int64: address, width, height, bytes from a pixel to the next column, row, channel
-VIEW_COLUMNS = 7  # fp32: left, top, width and height of the box; shift x, shift y; mirrored
+# The columns of a sample (int64): address, width, height, bytes from a pixel to the next column, row, channel.
+# The columns of a view (fp32): left, top, width and height of the box; shift x, shift y; mirrored.
 _BLOCK = 512  # measured on an H200: 0.74 ms for 256 crops of 500x375 photographs; 1024: 0.81
 _WARPS = 4
 _DRAW_BLOCK = 128

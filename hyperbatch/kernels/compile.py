@@ -204,7 +204,7 @@ class _Pool(ThreadPoolExecutor):
         with self._counting:
             self._counting.wait_for(lambda: self._known - self._done <= left)
 
-    def submit(self, compile: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
+    def submit(self, compile: Callable[[], Any]) -> Future[Any]:
         from triton.runtime import driver
 
         launcher = self._launcher(compile)

@@ -22,8 +22,7 @@ evenly), it reads the taps from the cache in every row.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportOptionalMemberAccess=false, reportOptionalOperand=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from dataclasses import dataclass

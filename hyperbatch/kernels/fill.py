@@ -1,7 +1,5 @@
 """Sets a few words of memory to one value: the kernel with which `kernels.memsets` replaces a memset (Triton)."""
 
-# Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false
 from __future__ import annotations
 
 from typing import Any

@@ -13,7 +13,7 @@ would lose.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import Any
@@ -125,7 +125,7 @@ class SmoothedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None, None]:
         return _gradient(ctx, incoming), None, None
 
 
@@ -142,7 +142,7 @@ class BinaryCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor, None, None, None]:
         return _gradient(ctx, incoming), None, None, None
 
 

@@ -5,7 +5,7 @@ mixed ones. This is 6 bytes for each element in 16 bits.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# pyright: reportCallIssue=false
 from __future__ import annotations
 
 import torch

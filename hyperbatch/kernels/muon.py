@@ -11,8 +11,6 @@ Matrices are read in their memory layout: the weight of a channels-last convolut
 reference's out x (in kh kw) with its columns permuted, and its polar factor is permuted in the same way.
 """
 
-# Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import triton

@@ -16,7 +16,7 @@ iteration X is not divided by its norm; its products are, in fp32.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import triton

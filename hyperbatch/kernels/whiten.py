@@ -8,8 +8,7 @@ with zeros to a multiple of 32 channels, because cuDNN's next convolution is 1.5
 Reference: torch.conv2d, silu and gelu.
 """
 
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
 import torch

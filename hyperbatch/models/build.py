@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 
 from hyperbatch.config import ModelConfig
-from hyperbatch.errors import InputError, check_whole, load_object, nearest, own_code
+from hyperbatch.errors import InputError, check_whole, first_line, load_object, nearest, own_code
 from hyperbatch.models.alexnet import AlexNetBN
 from hyperbatch.models.initial import dirac_
 from hyperbatch.models.layers import adopt
@@ -112,8 +112,8 @@ def create_model(
         model = adopt(foreign_model(name, classes, in_channels, zero_init_last_gamma, drops))
         if any(param.is_floating_point() and param.dtype != torch.float32 for param in model.parameters()):
             model.float()  # all models start in fp32; the run chooses the precision that it computes in
-        for param in model.parameters():
-            param.data = param.data.contiguous()  # the elements of an expanded tensor share memory
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.contiguous()  # the elements of an expanded tensor share memory
     else:
         raise InputError(f"unknown model {name!r}{nearest(name, model_names())}")
     for module in model.modules():
@@ -175,7 +175,7 @@ def _timm() -> Any:
     try:
         import timm  # pyright: ignore[reportMissingImports]
     except (ImportError, RuntimeError) as error:
-        reason, advice = str(error).splitlines()[0], "run pip install 'hyperbatch[timm]'"
+        reason, advice = first_line(error), "run pip install 'hyperbatch[timm]'"
         if isinstance(error, RuntimeError):  # torchvision was built for another torch
             advice = f"install the torchvision that was built for torch {torch.__version__}"
         raise InputError(f"timm cannot be imported ({reason}); {advice}") from error
@@ -207,12 +207,22 @@ def _timm_model(
         raise InputError(f"model 'timm/{name}' cannot be built: {reason}") from error
 
 
+def fixed_size(model: str) -> int | None:
+    """Returns the size in pixels of the only images that a timm model accepts; None if it accepts several sizes, or if
+    it cannot be built, which an error says later."""
+    try:
+        about = _timm().get_pretrained_cfg(model.removeprefix(TIMM_MODEL))
+    except (InputError, RuntimeError):  # no timm, or an unknown tag of the weights
+        return None
+    return about.input_size[-1] if about is not None and about.fixed_input_size else None
+
+
 def pretrained_weights(model: str, *, in_channels: int, fetch: bool = True) -> dict[str, Tensor]:
     """Returns timm's pretrained weights for one of its models, or for one of our ResNets, which have the same names.
     They include the head that they were trained with. fetch=False: returns tensors without values
     (`without_values`)."""
-    name = model.removeprefix("timm/")
-    if not model.startswith("timm/") and name not in ("resnet50d", *(f"resnet{depth}" for depth in IMAGENET_DEPTHS)):
+    name = model.removeprefix(TIMM_MODEL)
+    if not model.startswith(TIMM_MODEL) and name not in ("resnet50d", *(f"resnet{depth}" for depth in IMAGENET_DEPTHS)):
         raise InputError(f"--init-from timm: timm has no weights for {model}; use --model timm/NAME or resnet50")
     try:
         timm = _timm()
@@ -224,7 +234,7 @@ def pretrained_weights(model: str, *, in_channels: int, fetch: bool = True) -> d
         build = partial(timm.create_model, name, pretrained=fetch, in_chans=in_channels)
         return (build() if fetch else without_values(build)).state_dict()
     except Exception as error:  # a hub, a proxy or a cache may raise anything
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise InputError(f"--init-from timm: the weights of {name!r} cannot be fetched: {reason}") from error
 
 
@@ -232,6 +242,8 @@ def _own_model(
     path: str, classes: int, in_channels: int, zero_init_last_gamma: bool, drops: dict[str, float]
 ) -> nn.Module:
     build = load_object(path, "model")
+    if isinstance(build, nn.Module):
+        raise InputError(f"model {path!r} is a network; give the class or the function that builds it")
     try:
         signature = inspect.signature(build)
     except (TypeError, ValueError) as error:  # not callable, or a builtin that says nothing about its arguments
@@ -253,7 +265,8 @@ def _own_model(
     try:
         signature.bind(**given)
     except TypeError as error:
-        raise InputError(f"model {path!r}: {error}; only {', '.join(given) or 'nothing'} can be given to it") from error
+        names = "classes or num_classes, in_channels, and the others in docs/models.md"
+        raise InputError(f"model {path!r}: {error}; give it a default, since only {names} are passed") from error
     with own_code(f"model {path!r}", "it must return a torch.nn.Module"):
         model = _from_factory(build, path, given, offered) if passes_on else build(**given)
     if not isinstance(model, nn.Module):
@@ -266,6 +279,8 @@ def _check_modules(model: nn.Module, path: str) -> None:
     """Raises InputError if the model has modules whose weights cannot be accessed one by one, or do not exist yet."""
     for name, module in model.named_modules():
         what = f"model {path!r}: {name or 'the network'} is a {type(module).__name__}"
+        if isinstance(module, nn.DataParallel):
+            raise InputError(f"{what}; return the network inside of it, which a run distributes by itself (--nproc)")
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(f"{what}, which torch.jit has compiled; return the module that it was made of")
         for param in module.parameters(recurse=False):

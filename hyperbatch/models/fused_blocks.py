@@ -220,7 +220,7 @@ class Residual(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         block: FusedBlock = ctx.block
         layers, kept = saved_by(ctx, block.layers)
         of_gate, opened, (bits, shrunk, *kept) = block.split_gate(kept)
@@ -292,7 +292,7 @@ class ConvNormPool(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (layer,), (x, z, coef, *peaks) = saved_by(ctx, [ctx.layer])
         dy = convolution.channels_last(dy)
         if ctx.window is None:
@@ -318,7 +318,7 @@ class Blur(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
         return blur_gradient(convolution.channels_last(dy), *ctx.size, stride=2)
 
 
@@ -395,7 +395,7 @@ class FusedBlock:
         after = Handover()
         parameters = [tensor for layer in self.layers for tensor in layer.parameters]
         parameters += [] if self.gate is None else self.gate.parameters
-        return Residual.apply(x, self, before, after, *parameters), after  # pyright: ignore[reportReturnType]
+        return Residual.apply(x, self, before, after, *parameters), after
 
 
 def means_gradient(dy: Tensor, x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class MeanOfPixels(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
         n, c, h, w = ctx.shape
         return (dy / (h * w)).view(n, c, 1, 1).expand(ctx.shape)
 
@@ -42,7 +42,7 @@ class Classify(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         mean, weight, bias = ctx.saved_tensors
         n, c, h, w = ctx.shape
         db = torch.sum(dy, 0, out=new_grad(bias))

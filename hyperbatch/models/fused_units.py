@@ -40,7 +40,7 @@ class FusedUnit:
         self.wasted = nn.BatchNorm2d(unit.norm.num_features, device=unit.norm.weight.device)
 
     def __call__(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
-        return Unit.apply(x, shortcut, self, *self.layer.parameters)  # pyright: ignore[reportReturnType]
+        return Unit.apply(x, shortcut, self, *self.layer.parameters)
 
     def evaluate(self, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
         conv, norm, counters = self.layer.conv, self.layer.norm, self.layer.counters
@@ -83,7 +83,7 @@ class Unit(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         unit: FusedUnit = ctx.unit
         (layer,), (x, p, tap, coef, shortcut) = saved_by(ctx, [unit.layer])
         dy, grads = convolution.channels_last(dy), layer.new_gradients()

@@ -63,7 +63,7 @@ class _Heads(torch.autograd.Function):
 
 def mixed_tokens(x: Tensor, qkv: nn.Linear, heads: int, dropout: float = 0.0) -> Tensor:
     """Returns the output of attention before its last product, [samples, tokens, width]."""
-    q, k, v = _Heads.apply(with_constant_bias(qkv, x), qkv.bias, heads)  # pyright: ignore[reportGeneralTypeIssues]
+    q, k, v = _Heads.apply(with_constant_bias(qkv, x), qkv.bias, heads)
     return attention(q, k, v, dropout).transpose(1, 2).flatten(2)
 
 

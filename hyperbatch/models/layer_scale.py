@@ -59,7 +59,7 @@ class _ScaledLinear(torch.autograd.Function):
 def scaled_linear(x: Tensor, layer: nn.Linear, scale: Tensor) -> Tensor:
     """Returns layer(x) * scale. The layer's weight and the scale have the same dtype, which is used for the
     computation."""
-    return _ScaledLinear.apply(x.to(layer.weight.dtype), layer.weight, layer.bias, scale)  # pyright: ignore[reportReturnType]
+    return _ScaledLinear.apply(x.to(layer.weight.dtype), layer.weight, layer.bias, scale)
 
 
 @functools.cache

@@ -37,7 +37,7 @@ class _Norm(torch.autograd.Function):
 
 def norm_rows(x: Tensor, layer: nn.LayerNorm) -> Tensor:
     """Returns the layer's norm over the last dimension, in the dtype of x."""
-    return _Norm.apply(x, layer.weight, layer.bias, layer.eps)  # pyright: ignore[reportReturnType]
+    return _Norm.apply(x, layer.weight, layer.bias, layer.eps)
 
 
 @functools.cache

@@ -37,7 +37,7 @@ def smoothed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> 
     if labels.dtype == torch.int64 and labels.shape == logits.shape[:1] and _has_kernel(logits):
         from hyperbatch.kernels.loss import SmoothedCrossEntropy
 
-        return SmoothedCrossEntropy.apply(logits, labels, smoothing)  # type: ignore[return-value]
+        return SmoothedCrossEntropy.apply(logits, labels, smoothing)
     return F.cross_entropy(to_logits(logits), labels, label_smoothing=smoothing)
 
 
@@ -47,7 +47,7 @@ def mixed_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float) -> Ten
     if _has_kernel(logits):
         from hyperbatch.kernels.loss import SmoothedCrossEntropy
 
-        return SmoothedCrossEntropy.apply(logits, labels, smoothing)  # type: ignore[return-value]
+        return SmoothedCrossEntropy.apply(logits, labels, smoothing)
     first, second = (
         F.cross_entropy(to_logits(logits), labels[:, column].long(), label_smoothing=smoothing, reduction="none")
         for column in (0, 1)
@@ -67,7 +67,7 @@ def binary_cross_entropy(logits: Tensor, labels: Tensor, smoothing: float, thres
     if _has_kernel(logits):
         from hyperbatch.kernels.loss import BinaryCrossEntropy
 
-        return BinaryCrossEntropy.apply(logits, labels, smoothing, threshold)  # type: ignore[return-value]
+        return BinaryCrossEntropy.apply(logits, labels, smoothing, threshold)
     logits = to_logits(logits)
     classes = logits.shape[1]
     if labels.dim() == 2:

@@ -100,7 +100,7 @@ class _SharedBatchNorm(torch.autograd.Function):
         return output.to(x.dtype), mean, var, count
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale, count = ctx.saved_tensors
         grad = _widen(grad_output)
         normal = (_widen(x) - _lift(mean)) * _lift(scale)
@@ -167,7 +167,7 @@ def set_norm_group(model: nn.Module, process_group: dist.ProcessGroup | None) ->
 def keep_statistics(norm: _BatchNorm) -> None:
     """Makes the norm use its running statistics without updating them from now on, even while the model is trained."""
     norm.eval()
-    norm.train = MethodType(_stay, norm)  # type: ignore[method-assign]
+    norm.train = MethodType(_stay, norm)
 
 
 def keeps_statistics(norm: nn.Module) -> bool:
@@ -192,10 +192,13 @@ def freeze(model: nn.Module, names: Collection[str]) -> None:
 
 
 def _statistics(names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yields pairs of names (running mean, running variance)."""
+    """Yields pairs of names (running mean, running variance). A mean that has no variance, as of a layer that only
+    centres its input, is a buffer like any other."""
+    known = set(names)
     for name in names:
-        if name.endswith("running_mean"):
-            yield name, name.removesuffix("running_mean") + "running_var"
+        var_name = f"{name.removesuffix('running_mean')}running_var"
+        if name.endswith("running_mean") and var_name in known:
+            yield name, var_name
 
 
 def merge_norm_statistics(per_rank: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -257,13 +260,19 @@ def merged_buffers(model: nn.Module, process_group: dist.ProcessGroup | None = N
 def merge_over_ranks(own: Mapping[str, Tensor], process_group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
     """`merge_norm_statistics` over the ranks of a group (None: all ranks), in two small all-reduces. Returns copies;
     this rank's own buffers do not change. Every rank must call it, and every rank gets the same bits."""
-    merged = {name: buffer.clone() for name, buffer in own.items()}
+    merged = {name: buffer.clone(memory_format=torch.contiguous_format) for name, buffer in own.items()}
     names = list(_statistics(list(own)))
-    if not names or not dist.is_initialized() or dist.get_world_size(process_group) == 1:
+    if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
+        return merged
+    statistics = {name for pair in names for name in pair}
+    for name, buffer in merged.items():  # integers count batches, which are the same on every rank
+        if name not in statistics and (buffer.is_floating_point() or buffer.is_complex()):
+            dist.broadcast(buffer, group=process_group, group_src=0)
+    if not names:
         return merged
     ranks = dist.get_world_size(process_group)
-    means = torch.cat([own[name].double() for name, _ in names])
-    variances = torch.cat([own[name].double() for _, name in names])
+    means = torch.cat([own[name].double().reshape(-1) for name, _ in names])
+    variances = torch.cat([own[name].double().reshape(-1) for _, name in names])
     mean = means.clone()
     dist.all_reduce(mean, group=process_group)
     mean /= ranks
@@ -272,6 +281,6 @@ def merge_over_ranks(own: Mapping[str, Tensor], process_group: dist.ProcessGroup
     var /= ranks
     sizes = [own[name].numel() for name, _ in names]
     for (mean_name, var_name), m, v in zip(names, mean.split(sizes), var.split(sizes), strict=True):
-        merged[mean_name].copy_(m)
-        merged[var_name].copy_(v)
+        merged[mean_name].copy_(m.view_as(merged[mean_name]))
+        merged[var_name].copy_(v.view_as(merged[var_name]))
     return merged

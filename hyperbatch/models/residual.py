@@ -196,7 +196,7 @@ class _Join(torch.autograd.Function):
 
 def fork(x: Tensor, layer: nn.LayerNorm) -> tuple[Tensor, Tensor]:
     """Returns (x for the later sum, norm(x))."""
-    return _Fork.apply(x, layer.weight, layer.bias, layer.eps)  # pyright: ignore[reportReturnType]
+    return _Fork.apply(x, layer.weight, layer.bias, layer.eps)
 
 
 def join(
@@ -212,7 +212,7 @@ def join(
     next_bias will be the last summand of the next branch, to which s is added; s must not be used for anything else.
     """
     args = (x, branch, layer.weight, layer.bias, layer.eps, branch_bias, next_bias)
-    return _Join.apply(*args)  # pyright: ignore[reportReturnType]
+    return _Join.apply(*args)
 
 
 def _behind_fork(block: Any, x: Tensor, n: Tensor) -> Tensor:

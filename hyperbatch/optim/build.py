@@ -106,7 +106,7 @@ def rate_groups(optim: OptimConfig, model: nn.Module) -> list[dict[str, Any]]:
     scales = {
         full_name: optim.bias_lr_scale
         for full_name, (module, name) in own.items()
-        if kind_of(module, name, module.get_parameter(name)) != "weight"
+        if kind_of(module, module.get_parameter(name)) != "weight"
     }
     early = None
     if optim.head_lr_scale != 1.0:

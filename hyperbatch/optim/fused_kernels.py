@@ -5,8 +5,6 @@ grads    [ address or 0 ]             new after zero_grad(set_to_none=True); con
 numbers  [ lr, decay, momentum, ... ] per group; capturable rates are read from their own tensors
 """
 
-# Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
 import math
@@ -161,26 +159,8 @@ class FusedKernels:
         self, grads: list[Tensor | None], groups: list[Group], grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
         self._send(grads, groups)
-        common = {
-            "HALF": self._half,
-            "HAS_HALF": self._has_half,
-            "ALIGNED": self._fixed_aligned and self._grads_aligned,
-            "BLOCK": BLOCK,
-            "OVERLAP": self._overlap,
-            "num_warps": WARPS,
-        }
-        tables = (
-            self._chunks,
-            self._grads.tensor,
-            self._grad_partials,
-            self._direction_partials,
-            self._weight_partials,
-            self._new_weight_partials,
-            self._clock,
-            self._numbers.tensor,
-            self._rates.tensor,
-            self.outcome if grad_scale is None else grad_scale,
-        )
+        common = self._common()
+        tables = (*self._tables(), self.outcome if grad_scale is None else grad_scale)
         scaled, told = grad_scale is not None, found_inf is not None
         # AdamW needs no norm of its direction, so the first launch reads only gradients.
         direction = any(self._form.flags(group)[0] == LAMB_CODE and group["adapt"] for group in groups)
@@ -199,6 +179,31 @@ class FusedKernels:
                     **({"launch_pdl": True} if self._overlap else {}),
                     **common,
                 )
+
+    def _tables(self) -> tuple[Tensor, ...]:
+        """Returns the arguments with which every step's first launch begins."""
+        return (
+            self._chunks,
+            self._grads.tensor,
+            self._grad_partials,
+            self._direction_partials,
+            self._weight_partials,
+            self._new_weight_partials,
+            self._clock,
+            self._numbers.tensor,
+            self._rates.tensor,
+        )
+
+    def _common(self) -> dict[str, Any]:
+        """Returns the constants of every launch over chunks. Must be called after `_send`."""
+        return {
+            "HALF": self._half,
+            "HAS_HALF": self._has_half,
+            "ALIGNED": self._fixed_aligned and self._grads_aligned,
+            "BLOCK": BLOCK,
+            "OVERLAP": self._overlap,
+            "num_warps": WARPS,
+        }
 
     def _send(self, grads: list[Tensor | None], groups: list[Group]) -> None:
         """Sends addresses and numbers to the tables. The kernels read rates on the device from their own tensors."""

@@ -1,7 +1,5 @@
 """The host side of Muon's kernels: the buffers of each matrix, and the order of the tiles of all products."""
 
-# Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ from hyperbatch.kernels.compile import is_compiling
 from hyperbatch.kernels.muon import apply_kernel, direction_kernel
 from hyperbatch.kernels.norm.tiles import processors
 from hyperbatch.kernels.orthogonal import GRAM_CODE, PAD, SQUARE_CODE, UPDATE_CODE, product_kernel
-from hyperbatch.optim.fused_kernels import BLOCK, WARPS, FusedKernels, Group, KernelForm, KernelTensors
+from hyperbatch.optim.fused_kernels import FusedKernels, Group, KernelForm, KernelTensors
 from hyperbatch.optim.muon import MUON_RULE, Polynomial, memory_shape, product_dtype
 from hyperbatch.optim.shares import Deal, deal_out, product_cost
 
@@ -152,21 +150,12 @@ class MuonKernels(FusedKernels):
     ) -> None:
         self._send(grads, groups)
         scaled, told = grad_scale is not None, found_inf is not None
-        aligned = self._fixed_aligned and self._grads_aligned
-        scale = self.outcome if grad_scale is None else grad_scale
+        scale, common = self.outcome if grad_scale is None else grad_scale, self._common()
         # A launch may start while the previous one still runs, unless there is an exchange between them.
         follows: dict[str, Any] = {"launch_pdl": True} if self._overlap and self._shares is None else {}
         columns = self._factors.shape[1]
         direction_kernel[(self._count,)](
-            self._chunks,
-            self._grads.tensor,
-            self._grad_partials,
-            self._direction_partials,
-            self._weight_partials,
-            self._new_weight_partials,
-            self._clock,
-            self._numbers.tensor,
-            self._rates.tensor,
+            *self._tables(),
             scale,
             self._places,
             self._matrices,
@@ -174,12 +163,7 @@ class MuonKernels(FusedKernels):
             COUNTERS=len(self._counters),
             DTYPE=self._dtype,
             SCALED=scaled,
-            HALF=self._half,
-            HAS_HALF=self._has_half,
-            ALIGNED=aligned,
-            BLOCK=BLOCK,
-            OVERLAP=self._overlap,
-            num_warps=WARPS,
+            **common,
         )
         handles = []
         for counts, found in self._waves:
@@ -223,14 +207,9 @@ class MuonKernels(FusedKernels):
             SCALED=scaled,
             TOLD=told,
             DTYPE=self._dtype,
-            HALF=self._half,
-            HAS_HALF=self._has_half,
-            ALIGNED=aligned,
             FACTORS=columns,
             PARTIALS=self._partials,
-            BLOCK=BLOCK,
-            OVERLAP=self._overlap,
-            num_warps=WARPS,
+            **common,
             **follows,
         )
 

@@ -41,7 +41,7 @@ class _StartFrom(torch.autograd.Function):
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
         return ctx.start.clone(), None  # a hook on the loss may change its gradient in place
 
 

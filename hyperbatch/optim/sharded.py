@@ -72,6 +72,8 @@ class ShardedUpdate:
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Like the optimizer's step. If any rank finds an inf or nan, the step is skipped on all ranks."""
+        # torch's schedulers warn if no step came before theirs.
+        self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from hyperbatch.errors import InputError, nearest
 from hyperbatch.plan.compute import PASSES
 from hyperbatch.plan.inventory import has_table, layers, model_names, training_flops
 from hyperbatch.plan.machine import Cluster, Device, Link, Measured, Network, Profile
+from hyperbatch.recipes.files import read_toml
 from hyperbatch.vocabulary import PRECISION_DTYPE, is_foreign
 
 FOLDER = Path(__file__).parent / "machines"
@@ -127,12 +127,7 @@ def load_cluster(name_or_file: str | Path) -> Cluster:
                 f"unknown cluster {text!r}{nearest(text, cluster_names())}; or give a machine file, *.toml"
             )
         path = FOLDER / f"{text}.toml"
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin a file with a byte-order mark
-    except OSError as error:
-        raise InputError(f"machine file {path}: cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"machine file {path}: not valid TOML ({error})") from None
+    _, values = read_toml(path, "machine file")
     return parse_cluster(values, name=path.stem, where=str(path))
 
 

@@ -17,7 +17,7 @@ from functools import cache, partial
 
 from hyperbatch.errors import InputError, nearest
 from hyperbatch.plan.types import TensorSpec
-from hyperbatch.vocabulary import DTYPE_BYTES, is_foreign
+from hyperbatch.vocabulary import DTYPE_BYTES, TIMM_MODEL, is_foreign
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,12 @@ def has_table(model: str) -> bool:
 
 
 def usual_data(model: str) -> tuple[int, int]:
-    """Returns (image size, classes) of the model's usual data: CIFAR-10 for small images, otherwise ImageNet."""
+    """Returns (image size, classes) of the model's usual data: CIFAR-10 for small images, otherwise ImageNet, at the
+    size that a timm model requires."""
+    if model.startswith(TIMM_MODEL):
+        from hyperbatch.models.build import fixed_size
+
+        return fixed_size(model) or 224, 1000
     return (32, 10) if model in _FOR_SMALL_IMAGES else (224, 1000)
 
 

@@ -261,15 +261,10 @@ def _group_plan(
     costs = by_name
     if scale != 1:
         costs = {name: (lambda nbytes, cost=cost: cost(nbytes * scale)) for name, cost in by_name.items()}
-    options: dict[str, Any] = {}
+    options = group_options(config.comm)
     if strategy == "optimal":
-        options = {"ready_s": [ready[spec.name] for spec in specs], "cost": costs}
-    plan = plan_groups(
-        specs,
-        strategy,
-        **group_options(config.comm),
-        **options,
-    )
+        options |= {"ready_s": [ready[spec.name] for spec in specs], "cost": costs}
+    plan = plan_groups(specs, strategy, **options)
     best = [
         min(by_name, key=lambda name, g=g: by_name[name](_wire_bytes(config, g.dtype, g.bytes))) for g in plan.groups
     ]

@@ -93,6 +93,14 @@ class Recipe:
         config = self._built()
         return config if global_batch is None else config.override(global_batch=global_batch)
 
+    def with_values(self, values: Mapping[str, Any]) -> Config:
+        """Returns the config with fields replaced by name. `global_batch` may be among them."""
+        fields = dict(values)
+        global_batch = fields.pop("global_batch", None)
+        if global_batch is not None and "batch_phases" in fields:
+            raise InputError("batch_phases sets the batch of every phase; leave out global_batch")
+        return adapted(self.config(global_batch), fields)
+
     def _built(self, **arguments: int) -> Config:
         try:
             inspect.signature(self.build).bind(**arguments)
@@ -207,10 +215,7 @@ def find_recipe(name: str) -> Recipe:
 def get_recipe(name: str, **values: Any) -> Config:
     """Returns a recipe's config with fields replaced by name: `get_recipe("digits", epochs=5, global_batch=128)`."""
     check_kind("name", name, str, "give the name of a recipe, such as 'digits'")
-    global_batch = values.pop("global_batch", None)
-    if global_batch is not None and "batch_phases" in values:
-        raise InputError("batch_phases sets the batch of every phase; leave out global_batch")
-    return adapted(find_recipe(name).config(global_batch), values)
+    return find_recipe(name).with_values(values)
 
 
 def adapted(config: Config, values: Mapping[str, Any]) -> Config:
@@ -229,12 +234,6 @@ def stretched(phases: tuple[SizePhase, ...], factor: float) -> tuple[SizePhase, 
     return tuple(SizePhase(round(phase.from_epoch * factor, 6), phase.image_size) for phase in phases)
 
 
-def batch_note(config: Config) -> str | None:
-    """`Recipe.batch_note` of the built-in recipe from which a config was made."""
-    recipe = all_recipes().get(config.recipe)
-    return None if recipe is None else recipe.batch_note(config)
-
-
 def weights_note(config: Config) -> str | None:
     """Returns a line if the fine-tuning recipe has no pretrained weights to start from."""
     if config.recipe != "finetune" or config.model.init_from is not None:
@@ -242,13 +241,8 @@ def weights_note(config: Config) -> str | None:
     return "finetune starts from random weights; use --init-from to start from pretrained weights"
 
 
-def eval_note(config: Config) -> str | None:
-    """`Recipe.eval_note` of the built-in recipe from which a config was made."""
-    recipe = all_recipes().get(config.recipe)
-    return None if recipe is None else recipe.eval_note(config)
-
-
-def size_note(config: Config) -> str | None:
-    """`Recipe.size_note` of the built-in recipe from which a config was made."""
-    recipe = all_recipes().get(config.recipe)
-    return None if recipe is None else recipe.size_note(config)
+def recipe_notes(config: Config) -> list[str]:
+    """Returns a line for each way in which a config differs from what the figures of its recipe hold for."""
+    recipe = all_recipes().get(config.recipe)  # None for a custom recipe
+    found = [] if recipe is None else [recipe.batch_note(config), recipe.size_note(config), recipe.eval_note(config)]
+    return [note for note in (weights_note(config), *found) if note]

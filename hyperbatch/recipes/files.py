@@ -37,17 +37,22 @@ class ConfigFile:
     values: dict[str, Any]  # by name, including `global_batch`
 
 
+def read_toml(path: Path, what: str, *, errors: str = "strict") -> tuple[str, dict[str, Any]]:
+    """Returns the text of a TOML file and its values. InputError names the file and what it is."""
+    try:
+        text = path.read_text(encoding="utf-8-sig", errors=errors)  # some editors begin a file with a byte-order mark
+        return text, tomllib.loads(text)
+    except OSError as error:
+        raise InputError(f"{what} {path}: cannot be read ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{what} {path}: not valid TOML ({error})") from None
+
+
 def read_config(path: Path) -> ConfigFile:
     """Reads a config file, or that of a run's folder. InputError names the file and the mistake in it."""
     if path.is_dir():
         path = path / RUN_CONFIG
-    try:
-        # Paths in it may have names that are not valid UTF-8, and some editors begin a file with a byte-order mark.
-        tables = tomllib.loads(path.read_text(encoding="utf-8-sig", errors="surrogateescape"))
-    except OSError as error:
-        raise InputError(f"--config {path}: cannot be read ({error.strerror})") from None
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"--config {path}: not valid TOML ({error})") from None
+    _, tables = read_toml(path, "--config", errors="surrogateescape")  # paths in it need not be valid UTF-8
     try:
         return parse_config(tables)
     except InputError as error:

@@ -139,13 +139,9 @@ class RunWriter:
         }
         self._mllog.add(f":::MLLOG {strict_json(line)}")
 
-    def span(self, name: str, start_s: float, duration_s: float, *, track: str = "engine", **args: Any) -> None:
-        """Writes one span of rank 0 to trace.json. `warnings` says if there were too many to keep."""
-        self._trace.span(Span(name, start_s, duration_s, track, args))
-
     def spans(self, spans: Iterable[Span], rank: int = 0) -> None:
         """Writes spans of a rank to trace.json. Ranks other than 0 must come last, because later spans are drawn in
-        their process."""
+        their process. `warnings` says if there were too many to keep."""
         if rank:
             self._trace.process(f"rank {rank}")
             self._trace.limit = spans_per_rank(1)  # a rank may use the space that earlier ranks have left

@@ -42,6 +42,6 @@ def size_spans(config: Config) -> list[SizeSpan]:
     return joined
 
 
-def full_size_epochs(config: Config, side: int = FULL_SIZE) -> float:
-    """Returns the number of epochs with images of `side` pixels that have as many pixels as the run."""
-    return sum(span.epochs * span.image_size**2 for span in size_spans(config)) / side**2
+def full_size_epochs(config: Config) -> float:
+    """Returns the number of epochs with images of `FULL_SIZE` that have as many pixels as the run."""
+    return sum(span.epochs * span.image_size**2 for span in size_spans(config)) / FULL_SIZE**2

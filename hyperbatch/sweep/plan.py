@@ -27,22 +27,21 @@ import itertools
 import json
 import math
 import shlex
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hyperbatch.config import Config, fields, format_value
-from hyperbatch.errors import InputError
-from hyperbatch.recipes import Recipe, adapted, find_recipe
+from hyperbatch.errors import InputError, nearest
+from hyperbatch.recipes import Recipe, find_recipe
+from hyperbatch.recipes.files import read_toml
 from hyperbatch.sweep.values import (
     GLOBAL_BATCH,
     Confirm,
     Values,
     check_count,
     check_disjoint,
-    check_known,
     key_of,
     read_confirm,
     read_folder_name,
@@ -181,13 +180,7 @@ class Plan:
 
 def load_plan(path: Path, *, data: str | None = None) -> Plan:
     """Reads a plan file. data: the folder of the data set on this machine, for every run."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte-order mark
-        values = tomllib.loads(text)
-    except OSError as error:
-        raise InputError(f"plan {path}: cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"plan {path}: not valid TOML ({error})") from None
+    text, values = read_toml(path, "plan")
     try:
         return parse_plan(values, name=path.stem, text=text, data=data)
     except InputError as error:
@@ -198,7 +191,9 @@ def parse_plan(values: Mapping[str, Any], *, name: str = "sweep", text: str = ""
     for key in values:
         if key != "seed" and key in {spec.name for spec in fields()} - set(KEYS):
             raise InputError(f"{key} is a field of the config; write it below [fixed], [grid] or [[arms]]")
-    check_known(values, KEYS, "the plan")
+    for key in values:
+        if key not in KEYS:
+            raise InputError(f"the plan must not have {key!r}{nearest(key, list(KEYS))}")
     name = read_folder_name(values, name)
     if "recipe" not in values:
         raise InputError('recipe is missing; write recipe = "NAME" (`hyperbatch recipes` lists them)')
@@ -222,7 +217,7 @@ def parse_plan(values: Mapping[str, Any], *, name: str = "sweep", text: str = ""
                 raise InputError(f"arm {block.name!r} has two values of confirm for one search; leave out one of them")
             with_data = overrides if data is None else {**overrides, "data": data}
             try:
-                config = _configured(recipe.config, {"nproc": 1, **with_data})
+                config = recipe.with_values({"nproc": 1, **with_data})
             except InputError as error:
                 raise InputError(f"{title(point)}: {error}") from None
             for seed in block.seeds:
@@ -368,13 +363,6 @@ def _recipe(name: str) -> Recipe:
 def _product(grid: Values) -> Iterator[Values]:
     for values in itertools.product(*grid.values()):
         yield dict(zip(grid, values, strict=True))
-
-
-def _configured(build: Any, overrides: Values) -> Config:
-    if GLOBAL_BATCH in overrides and "batch_phases" in overrides:
-        raise InputError("batch_phases sets the batch of every phase; leave out global_batch")
-    rest = {name: value for name, value in overrides.items() if name != GLOBAL_BATCH}
-    return adapted(build(overrides.get(GLOBAL_BATCH)), rest)
 
 
 def _check_distinct(runs: Sequence[PlannedRun]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyperbatch.config import Config
 from hyperbatch.engine.agent import default_nproc
-from hyperbatch.errors import InputError, Interrupted, RunFailed
+from hyperbatch.errors import InputError, Interrupted, RunFailed, first_line
 from hyperbatch.launch import train
 from hyperbatch.record import RunRecord, commit
 from hyperbatch.sweep.plan import PlannedRun
@@ -103,7 +103,7 @@ class Trainer:
                     torch.cuda.synchronize()
             except RuntimeError as error:
                 raise RunFailed(
-                    f"the GPU no longer works in this process ({str(error).splitlines()[0]}); start it again"
+                    f"the GPU no longer works in this process ({first_line(error)}); start it again"
                 ) from None
             self._suspect = False
 

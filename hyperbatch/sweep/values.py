@@ -32,12 +32,6 @@ def key_of(settings: Values) -> tuple[tuple[str, str], ...]:
     return tuple((name, show(value)) for name, value in settings.items())
 
 
-def check_known(values: Mapping[str, Any], names: Sequence[str], where: str) -> None:
-    for key in values:
-        if key not in names:
-            raise InputError(f"{where} must not have {key!r}{nearest(key, list(names))}")
-
-
 def read_typed(values: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
     value = values.get(key, default)
     if not isinstance(value, kind):

@@ -123,21 +123,30 @@ def test_a_hang_in_an_evaluation_or_a_checkpoint_is_named(tmp_path, where, rank)
     assert all("; waits in gloo:" in line for other, line in enumerate(places) if other != rank)
 
 
-def test_rank_0_that_is_stopped_with_the_store_of_all_ends_the_run(tmp_path):
-    """Without an agent rank 0 keeps it, and no request to it returns any more."""
+@pytest.mark.parametrize(
+    ("fault", "line"),
+    [
+        ("stopped", "has not responded for 6."),
+        ("leaving", "has ended or cannot be reached: communication failed on rank 1: "),
+    ],
+)
+def test_rank_0_that_is_lost_with_the_store_of_all_ends_the_run(tmp_path, fault, line):
+    """Without an agent rank 0 keeps it: no request to it returns any more, or each fails."""
     words = [sys.executable, "-m", "hyperbatch", "train", "digits", "--model", "broken:model", "--device", "cpu"]
     words += ["--out", str(tmp_path / "run"), "--timeout-s", "6"]
     paths = os.pathsep.join((str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")))
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environ = {**os.environ, "PYTHONPATH": paths, "FAULT": "stopped", "FAULT_RANK": "0", **world}
+    environ = {**os.environ, "PYTHONPATH": paths, "FAULT": fault, "FAULT_RANK": "0", **world}
     ranks = [
         subprocess.Popen(words, env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE)
         for rank in range(2)
     ]
     try:
         _, said = ranks[1].communicate(timeout=120)
-        assert "hyperbatch: rank 0, which hosts the store, has not responded for 6." in said.decode()
-        assert ranks[0].wait(60) == -9, "its neighbour has killed it"
+        assert [
+            text.startswith(f"hyperbatch: rank 0, which hosts the store, {line}") for text in said.decode().splitlines()
+        ] == [True]
+        assert ranks[0].wait(60) == (-9 if fault == "stopped" else 7), "its neighbour has killed it, or it ended itself"
     finally:
         for rank in ranks:
             rank.kill()

@@ -184,3 +184,26 @@ def profile_unequal_hosts(rank: int, output: Path) -> str:
 def test_a_profile_of_unequal_hosts_is_refused_on_every_rank(tmp_path: Path) -> None:
     for message in run_ranks(3, profile_unequal_hosts, tmp_path / "here.toml"):
         assert "hosts have different numbers of ranks" in message
+
+
+@pytest.mark.parametrize(
+    ("address", "name", "said"),
+    [
+        ("10.0.0.7", None, "resolves to 10.0.0.7"),
+        (
+            "127.0.1.1",
+            None,
+            "resolves to 127.0.1.1, which other hosts cannot reach; set GLOO_SOCKET_IFNAME for runs over several hosts",
+        ),
+        ("127.0.1.1", "eth0", "resolves to 127.0.1.1"),
+    ],
+)
+def test_an_address_that_other_hosts_cannot_reach_is_noticed(monkeypatch, address, name, said) -> None:
+    """A run of one host needs no other, so the check passes."""
+    monkeypatch.setattr(engine_doctor.socket, "gethostbyname", lambda host: address)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if name is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+    check = engine_doctor._network()
+    assert check.ok
+    assert check.detail == f"{socket.gethostname()} {said}"

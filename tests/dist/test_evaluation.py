@@ -225,7 +225,7 @@ def test_evaluation_that_cannot_be_captured_runs_plain_and_says_why(tmp_path, mo
     assert evals(tmp_path / "captured") == evals(tmp_path / "plain")
 
 
-def test_a_prepared_validation_follows_weights_that_are_reset_in_place(monkeypatch):
+def test_a_prepared_validation_follows_weights_that_are_reset_in_place():
     """What a second run in the same process does: same tensors, same graph, other values."""
     run = build_run(config(model="toy:normed", tta="mirror"), Ranks(), CPU)
     run.validation.backend = Played()

@@ -1,15 +1,11 @@
 """Fused networks whose norms span two ranks equal the plain path, and one process that sees the whole batch.
 
-Triton's interpreter is chosen by an environment variable at import, so this file runs itself once more in a process
-that has it; the ranks are started from there.
+The ranks are started in the process with Triton's interpreter (`interpreter.py`).
 """
 
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 
 import pytest
 import timm_reference
@@ -17,24 +13,20 @@ import torch
 import torch.distributed as dist
 from fused_reference import alexnet, batch, check, error, errors, exact_step, residual, shuffled, step
 from harness import run_ranks
+from interpreter import inside, outside, run_by_the_interpreter
 
 from hyperbatch.models import set_norm_group
 from hyperbatch.models.fused import fuse
 from hyperbatch.models.layers import adopt
 from hyperbatch.models.resnet import BasicBlock, Bottleneck
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
 FP32 = 5e-5  # relative, per tensor: some ten layers of fp32, each amplified by the norms behind it
 RANKS = 2
 
 
-@pytest.mark.skipif(INTERPRETED, reason="starts the other process")
+@outside
 def test_groups_by_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_by_the_interpreter(__file__)
 
 
 NETWORKS = {

@@ -640,7 +640,9 @@ def test_misuse_is_named() -> None:
     assert "call finish() first" in in_flight
     assert "finish() without begin()" in never_begun
     assert "finish() without begin()" in not_last
+    assert twice.startswith("InputError: "), "a network that runs backward twice is a mistake of its user"
     assert "received two gradients after one begin()" in twice
+    assert "use_reentrant=False" in twice
 
 
 def lose_a_rank(rank: int) -> str:

@@ -10,13 +10,20 @@ from pathlib import Path
 
 import pytest
 
+COMMAND = [sys.executable, "-m", "hyperbatch"]
 SHORT = ["--max-steps", "6", "--eval-every-epochs", "0.25", "--device", "cpu"]
 
 
 def hyperbatch(*arguments, **options):
     """Runs the command to its end."""
-    words = [sys.executable, "-m", "hyperbatch", *map(str, arguments)]
+    words = [*COMMAND, *map(str, arguments)]
     return subprocess.run(words, capture_output=True, text=True, timeout=180, check=False, **options)
+
+
+def endless(run):
+    """The arguments of a run that two ranks train until they are stopped."""
+    flags = ["--nproc", "2", "--out", str(run), "--device", "cpu", "--epochs", "10000", "--no-stop-at-target"]
+    return ["train", "digits", *flags]
 
 
 def test_two_by_two_torus_then_eval_export_report_and_resume(tmp_path):
@@ -78,24 +85,11 @@ def test_the_default_reaches_its_target(tmp_path):
 
 def test_stopped_run_says_so_and_can_go_on(tmp_path):
     run = tmp_path / "run"
-    words = [
-        sys.executable,
-        "-m",
-        "hyperbatch",
-        "train",
-        "digits",
-        "--nproc",
-        "2",
-        "--out",
-        str(run),
-        "--device",
-        "cpu",
-    ]
-    words += ["--epochs", "10000", "--no-stop-at-target", "--eval-every-epochs", "0.1"]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    arguments = [*endless(run), "--eval-every-epochs", "0.1"]
+    with subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             wait_for_rank(process.pid, 0, run / "metrics.jsonl")
-            meanwhile = hyperbatch(*words[3:], "--resume")  # of a run that is thought dead
+            meanwhile = hyperbatch(*arguments, "--resume")  # of a run that is thought dead
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=60)
         finally:
@@ -110,11 +104,12 @@ def test_stopped_run_says_so_and_can_go_on(tmp_path):
 
 
 def test_killed_rank_takes_the_run_down_by_name(tmp_path):
-    words = [sys.executable, "-m", "hyperbatch", "train", "digits", "--nproc", "2", "--out", str(tmp_path / "run")]
-    words += ["--epochs", "10000", "--no-stop-at-target", "--device", "cpu"]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    run = tmp_path / "run"
+    with subprocess.Popen(
+        [*COMMAND, *endless(run)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
-            victim = wait_for_rank(process.pid, 1, tmp_path / "run" / "metrics.jsonl")
+            victim = wait_for_rank(process.pid, 1, run / "metrics.jsonl")
             os.kill(victim, signal.SIGKILL)
             killed = time.monotonic()
             _, err = process.communicate(timeout=60)
@@ -130,21 +125,7 @@ def test_killed_rank_takes_the_run_down_by_name(tmp_path):
 def test_ranks_end_with_a_command_that_is_killed(tmp_path):
     """It cannot tell them any more; the folder is free again."""
     run = tmp_path / "run"
-    words = [
-        sys.executable,
-        "-m",
-        "hyperbatch",
-        "train",
-        "digits",
-        "--nproc",
-        "2",
-        "--out",
-        str(run),
-        "--device",
-        "cpu",
-    ]
-    words += ["--epochs", "10000", "--no-stop-at-target"]
-    with subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen([*COMMAND, *endless(run)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
         try:
             ranks = [wait_for_rank(process.pid, rank, run / "metrics.jsonl") for rank in (0, 1)]
         finally:

@@ -1,19 +1,15 @@
 """Muon whose matrices are shared out over ranks equals Muon on every rank, bit for bit.
 
-Triton's interpreter is chosen by an environment variable at import, so this file runs itself once more in a process
-that has it; the ranks of the fused path are started from there.
+The ranks of the fused path are started in the process with Triton's interpreter (`interpreter.py`).
 """
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
+from interpreter import inside, outside, run_by_the_interpreter
 from torch import Tensor, nn
 
 from hyperbatch.arena import Arena
@@ -25,17 +21,10 @@ from hyperbatch.params import param_groups
 from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import RankGrid
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
-outside = pytest.mark.skipif(INTERPRETED, reason="runs without the interpreter")
-
 
 @outside
 def test_fused_shares_by_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_by_the_interpreter(__file__)
 
 
 @outside

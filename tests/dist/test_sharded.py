@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -247,6 +249,20 @@ def test_a_step_takes_nothing_from_the_host_and_tells_it_nothing(options: dict) 
     for names in run_ranks(2, second_step, options):
         assert "_foreach_copy_" in names, "the comparison can fail"
         assert not {"lift_fresh", "_local_scalar_dense", "nonzero"} & set(names)
+
+
+def scheduled(rank: int) -> float:
+    trainer = Trainer(GridComm(RankGrid.parse("1x2")), torch.float32, sharded=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, 0.5)
+    trainer.step(rank, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
+    return trainer.optimizer.param_groups[0]["lr"]
+
+
+def test_torchs_schedulers_follow_a_sharded_step() -> None:
+    assert run_ranks(2, scheduled) == [0.25, 0.25]
 
 
 def save(rank: int, grid: str, start: dict | None, first: int, last: int) -> dict[str, Tensor]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import sys
 import types
 
 import pytest
 import torch
 from harness import run_ranks
-from test_training import ranks_here
+from test_training import metrics, ranks_here
 from toy import config, flat_weights, same_bits
 
 from hyperbatch.comm import sync as sync_module
@@ -80,17 +79,12 @@ def played(monkeypatch):
 
 def train(out, **values):
     record = loop.run(config(out=str(out), **values), Ranks())
-    return record, flat_weights(out), losses(out)
+    return record, flat_weights(out), metrics(out)
 
 
 def runner_of(run, kind=StepRunner, **options):
     """As the loop makes it."""
     return kind(run.learner, micro_step, run.config, run.ranks, run.warnings, **options)
-
-
-def losses(out):
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line.get("loss"), line.get("top1")) for line in lines]
 
 
 CASES = {
@@ -152,7 +146,7 @@ def test_warm_up_after_a_resume_leaves_no_trace(tmp_path, monkeypatch):
     assert resumed_losses == whole_losses
 
 
-def test_all_state_is_preserved(tmp_path):
+def test_all_state_is_preserved():
     """Also what no later step would show: random numbers, gradients, counts, rates."""
     torch.set_num_threads(1)
     run = build_run(config(model="toy:normed", precision="fp16"), Ranks(), torch.device("cpu"))
@@ -390,7 +384,7 @@ def test_a_model_that_replaces_a_buffer_is_not_captured_and_its_warm_up_leaves_n
     assert found == plain_losses
 
 
-def test_graph_on_makes_it_an_error(monkeypatch):
+def test_graph_on_makes_it_an_error():
     run = build_run(config(), Ranks(), torch.device("cpu"))
     run.config = run.config.override(graph="on")
     backend = Played()
@@ -403,8 +397,8 @@ def test_graph_on_makes_it_an_error(monkeypatch):
         build_run(config(graph="on"), Ranks(), torch.device("cpu"))
 
 
-def test_graphs_of_other_shapes_make_room(tmp_path, played, monkeypatch):
-    """A second shape that does not fit beside the first is captured after the first has gone."""
+def room_for_two(played, monkeypatch):
+    """The third graph finds no memory until the first two are freed."""
     capture = played.capture
 
     def out_of_memory_once(run):
@@ -413,6 +407,11 @@ def test_graphs_of_other_shapes_make_room(tmp_path, played, monkeypatch):
         return capture(run)
 
     monkeypatch.setattr(played, "capture", out_of_memory_once)
+
+
+def test_graphs_of_other_shapes_make_room(tmp_path, played, monkeypatch):
+    """A second shape that does not fit beside the first is captured after the first has gone."""
+    room_for_two(played, monkeypatch)
     monkeypatch.setattr(loop, "STRIDES_AHEAD", 1)
     record, *_ = train(tmp_path)
     assert played.released == 1
@@ -424,14 +423,7 @@ def test_graphs_of_other_shapes_make_room(tmp_path, played, monkeypatch):
 
 
 def test_a_shape_that_made_room_is_captured_again(tmp_path, played, monkeypatch):
-    capture = played.capture
-
-    def out_of_memory_once(run):
-        if played.captured == 2 and not played.released:
-            raise torch.OutOfMemoryError("no room")
-        return capture(run)
-
-    monkeypatch.setattr(played, "capture", out_of_memory_once)
+    room_for_two(played, monkeypatch)
     values = {"model": "toy:pooled", "size_phases": SIZES, "batch_phases": (BatchPhase(0, 24),)}
     record, weights, found = train(tmp_path / "captured", **values)
     assert (played.captured, played.released) == (6, 1)

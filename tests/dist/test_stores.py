@@ -9,13 +9,14 @@ import threading
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from listening import addresses
 from test_ending import free_port
 
 from hyperbatch.engine import stores
 from hyperbatch.engine.agent import start_ranks
-from hyperbatch.engine.ranks import Ranks
+from hyperbatch.engine.ranks import Ranks, open_group
 from hyperbatch.errors import RunFailed
 
 WIDE = ("0.0.0.0", "::")
@@ -62,11 +63,52 @@ def test_the_store_of_rank_0_listens_where_the_ranks_are(monkeypatch, host, per_
     assert met[0].timeout == met[1].timeout == timedelta(seconds=30)
 
 
-def test_a_rank_that_does_not_come_is_missed(monkeypatch):
+@pytest.mark.parametrize("enter", [stores.own_store, stores.meet])
+def test_ranks_that_do_not_come_are_named(monkeypatch, enter):
+    """Of four, ranks 0 and 2 come. Which host is missing is what the user must know."""
     monkeypatch.setattr(stores, "JOIN_S", 0.0)
-    ranks = Ranks(rank=0, world_size=2, local_size=2, master_port=free_port())
-    with pytest.raises(RunFailed, match=r"could not connect within 0\.5 s; are all 2 running"):
-        stores.own_store(ranks, 0.5)
+    port, said = free_port(), {}
+    if enter is stores.meet:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = server.port
+
+    def come(rank):
+        with pytest.raises(RunFailed) as failed:
+            enter(Ranks(rank=rank, world_size=4, local_size=4, master_port=port), 2.0)
+        said[rank] = str(failed.value)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in (0, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said[0] == (
+        f"of 4 ranks, 1, 3 did not connect to 127.0.0.1:{port} within 2 s; see what their hosts have printed"
+    )
+    assert said[2] == "the ranks could not connect within 2 s; are all 4 running?"
+
+
+def test_a_port_that_is_taken_is_told_in_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ranks = Ranks(rank=0, world_size=2, local_size=2, master_port=port)
+        with pytest.raises(RunFailed) as failed, open_group(ranks, torch.device("cpu"), 2.0):
+            pass
+    assert str(failed.value).startswith("this rank could not connect to the others: ")
+    assert str(failed.value).endswith(f"; set MASTER_PORT to a free port instead of {port}")
+
+
+def test_an_address_that_other_hosts_do_not_reach_is_told_in_one_line(monkeypatch):
+    """As on a host whose own name resolves to 127.0.1.1, where gloo then listens."""
+
+    def fails(*_, **__):
+        raise RuntimeError("Gloo connectFullMesh failed with [pair.cc:152] timed out connecting\nand more")
+
+    monkeypatch.setattr(stores, "own_store", lambda *_: None)
+    monkeypatch.setattr(dist, "init_process_group", fails)
+    line = "Gloo connectFullMesh failed with .* timed out connecting; check that .* set GLOO_SOCKET_IFNAME"
+    with pytest.raises(RunFailed, match=line), open_group(Ranks(world_size=2, local_size=2), torch.device("cpu"), 2.0):
+        pass
 
 
 def test_a_store_that_listens_at_one_address_works_as_others_do():

@@ -293,7 +293,7 @@ def test_all_ranks_take_the_same_strides():
     assert run_ranks(2, measures_apart) == [[6, 1]] * 2
 
 
-def test_a_measured_step_leaves_no_trace(tmp_path):
+def test_a_measured_step_leaves_no_trace():
     run = build_run(config(), Ranks(), torch.device("cpu"))
     runner = runner_of(run, backend=Played(), warm=True)
     before = [tensor.clone() for tensor in run.learner.arena.flat_weights()]

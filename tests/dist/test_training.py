@@ -29,6 +29,7 @@ from hyperbatch.engine.measure import choose_plan
 from hyperbatch.engine.ranks import Ranks, errors_shared, join, share
 from hyperbatch.engine.snapshot import gather_rows
 from hyperbatch.errors import InputError, RunFailed
+from hyperbatch.models.norm import merge_rows
 from hyperbatch.plan.types import RankGrid
 from hyperbatch.record import RunRecord, read_metrics
 
@@ -40,8 +41,9 @@ def ranks_here():
     return Ranks(rank=rank, world_size=size, local_rank=rank, local_size=size, launcher="test")
 
 
-def train_rank(rank, values):
-    return run(config(**values), ranks_here()).to_dict()
+def train_rank(rank, values, own=()):
+    """own: (name, a value for each rank)."""
+    return run(config(**values, **{name: each[rank] for name, each in own}), ranks_here()).to_dict()
 
 
 def train(world_size, out, **values):
@@ -264,6 +266,35 @@ def test_evaluation_merges_batch_norm_statistics():
     assert run_ranks(2, evaluates) == [(1.0, 8), (1.0, 8)]
 
 
+class OwnNorm(nn.Module):
+    """A norm that is none of torch's, and a mean that has no variance."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.register_buffer("running_mean", torch.full((1, 2, 1, 1), 2.0 * rank))
+        self.register_buffer("running_var", torch.ones(1, 2, 1, 1))
+        self.register_buffer("center", torch.tensor([rank, -rank]).float())
+
+    def forward(self, images):
+        normed = (images - self.running_mean) * self.running_var.rsqrt()
+        return normed.flatten(1) - self.center
+
+
+def evaluates_as_saved(rank):
+    evaluator = Evaluator(OwnNorm(rank), torch.device("cpu"), group=dist.group.WORLD)
+    return evaluator.evaluate([Batch(torch.tensor([[[[3.0]], [[1.0]]]]), torch.tensor([0]))]).val_loss
+
+
+def test_evaluation_uses_the_buffers_that_a_checkpoint_would():
+    """Statistics of any norm are merged; other buffers are those of rank 0."""
+    model = OwnNorm(0)
+    rows = {name: torch.stack([buffer, OwnNorm(1).get_buffer(name)]) for name, buffer in model.named_buffers()}
+    model.load_state_dict(merge_rows(rows))
+    logits = model(torch.tensor([[[[3.0]], [[1.0]]]]))
+    expect = nn.functional.cross_entropy(logits, torch.tensor([0])).item()
+    assert run_ranks(2, evaluates_as_saved) == pytest.approx([expect, expect])
+
+
 def in_a_group_for_gpus_alone(rank, folder):
     """As a caller opens it with plain "nccl": no tensor of the host travels there. Gloo plays NCCL."""
     dist.barrier()
@@ -349,6 +380,21 @@ def test_resuming_what_is_over_changes_nothing(tmp_path):
     assert (tmp_path / "record.json").read_bytes() == before
 
 
+def train_on_a_disk_of_its_own(rank, folder, values):
+    (folder / f"host{rank}").mkdir(exist_ok=True)
+    os.chdir(folder / f"host{rank}")
+    return train_rank(rank, values)["result"]["steps"]
+
+
+def test_hosts_that_do_not_see_the_folder_of_rank_0_resume_it_too(tmp_path):
+    """Rank 0 alone knows that the run is over, and the others must not wait for it in the next exchange."""
+    values = {"out": "run", "resume": "auto"}
+    for steps in (2, 4, 4):
+        values["max_steps"] = steps
+        assert run_ranks(2, train_on_a_disk_of_its_own, tmp_path, values) == [steps, steps]
+    assert [path.name for path in tmp_path.glob("*/run")] == ["run"]
+
+
 @pytest.mark.parametrize("optimizer", ["lamb", "adamw", "sgd"])
 def test_other_update_rules_train_and_resume(tmp_path, optimizer):
     values = {"optimizer": optimizer, "lr": 0.02}
@@ -371,6 +417,26 @@ def test_a_host_whose_data_is_not_complete_is_told_on_all_ranks(tmp_path):
         run_ranks(2, train_rank, {"out": str(tmp_path), "dataset": "toy:data_without_a_sample_on_rank_1"})
     said = "'239 train samples (ArraySource, "
     assert str(failed.value).count(said) == 2, "on both ranks"
+
+
+@pytest.mark.parametrize(
+    ("name", "values"), [("seed", (3, 4)), ("log_every_steps", (1, 2)), ("label_smoothing", (0.1, 0.2))]
+)
+def test_a_host_that_was_started_with_another_command_is_told_on_all_ranks(tmp_path, name, values):
+    """With another seed ranks would train on samples twice and on others never; with other steps they would wait for
+    each other, or gloo would abort."""
+    with pytest.raises(AssertionError, match="InputError: the config differs between ranks") as failed:
+        run_ranks(2, train_rank, {"out": str(tmp_path / "run")}, [(name, values)])
+    line = f"rank 0 has '{name} {values[0]}', rank 1 has '{name} {values[1]}'; start the same command on every host"
+    assert str(failed.value).count(line) == 2, "on both ranks"
+    assert not (tmp_path / "run").exists()
+
+
+def test_hosts_may_have_their_own_places(tmp_path):
+    """Rank 0 alone writes to the folder."""
+    own = [("out", (str(tmp_path / "run"), "/no/such/folder")), ("data_threads", (1, 2))]
+    records = run_ranks(2, train_rank, {"max_steps": 2}, own)
+    assert [record["result"]["steps"] for record in records] == [2, 2]
 
 
 def test_resume_on_another_world_size(tmp_path):

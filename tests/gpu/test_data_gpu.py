@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import photos
 import pytest
 import torch
-from PIL import Image
+from photos import photo
 
 from hyperbatch.config import BatchPhase, DataConfig
 from hyperbatch.data import augment, stream, trivial
@@ -33,18 +33,8 @@ CUDA = torch.device("cuda:0")
 CONFIG = DataConfig(cache="none", decoder="nvjpeg")
 
 
-def photo(width, height, seed=0):
-    """Smooth colours with some detail, as photographs have."""
-    rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (height // 12 + 2, width // 12 + 2, 3), dtype=np.uint8))
-    pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(float)
-    return Image.fromarray(np.clip(pixels + rng.normal(0, 4, pixels.shape), 0, 255).astype(np.uint8))
-
-
 def encoded(image, **options):
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", **{"quality": 90, **options})
-    return buffer.getvalue()
+    return photos.encoded(image, **{"quality": 90, **options})
 
 
 class Files(EncodedSource):
@@ -427,16 +417,21 @@ def resident(n):
     return ArraySource("array", images, rng.integers(0, 10, n), classes=tuple(map(str, range(10))))
 
 
+def on_both(array, config, dtype):
+    """(the GPU's batch, the CPU's) of each step."""
+    made = []
+    for device in (CUDA, torch.device("cpu")):
+        with TrainLoader(array, config, seed=3, rank=0, world_size=1, device=device, dtype=dtype) as loader:
+            made.append([*loader.batches(plan(array, 3.0, 1024))])
+    return zip(*made, strict=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("size", [32, 24])
 @pytest.mark.parametrize("config", [RECORD, CUT], ids=["whole", "cut out"])
 def test_a_set_in_device_memory_gives_the_hosts_batches(dtype, size, config):
     array, config = resident(3000), dataclasses.replace(config, image_size=size)
-    made = []
-    for device in (CUDA, torch.device("cpu")):
-        with TrainLoader(array, config, seed=3, rank=0, world_size=1, device=device, dtype=dtype) as loader:
-            made.append([*loader.batches(plan(array, 3.0, 1024))])
-    for ours, theirs in zip(*made, strict=True):
+    for ours, theirs in on_both(array, config, dtype):
         assert ours.images.is_contiguous(memory_format=torch.channels_last)
         assert torch.equal(ours.labels.cpu(), theirs.labels)
         difference = (ours.images.cpu().float() - theirs.images.float()).abs()
@@ -449,11 +444,7 @@ def test_a_set_in_device_memory_gives_the_hosts_batches(dtype, size, config):
 def test_mixed_and_retouched_batches_are_the_hosts(dtype, policy):
     array = resident(3000)
     config = dataclasses.replace(CUT, mixup=0.2, cutmix=1.0, auto_augment=policy)
-    made = []
-    for device in (CUDA, torch.device("cpu")):
-        with TrainLoader(array, config, seed=3, rank=0, world_size=1, device=device, dtype=dtype) as loader:
-            made.append([*loader.batches(plan(array, 3.0, 1024))])
-    for ours, theirs in zip(*made, strict=True):
+    for ours, theirs in on_both(array, config, dtype):
         assert ours.images.is_contiguous(memory_format=torch.channels_last)
         assert ours.labels.shape == (1024, 3)
         assert torch.equal(ours.labels.cpu(), theirs.labels)

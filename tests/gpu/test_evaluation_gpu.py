@@ -149,7 +149,7 @@ def test_an_update_of_the_average_can_be_captured(kind, dtype):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_evaluation_of_a_run_is_captured_before_its_time_starts(tmp_path):
+def test_evaluation_of_a_run_is_captured_before_its_time_starts():
     run = build_run(config(tta="mirror_shift", tta_share=0.25, eval_samples=10_000), Ranks(), CUDA)
     assert run.validation.prepare(capture=True) is None
     first = run.validation.evaluate()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
+from test_graph_gpu import config as small_run
+from test_graph_gpu import curve, losses_of
 
 from hyperbatch import checkpoint
-from hyperbatch.config import BatchPhase, Config, SizePhase
+from hyperbatch.config import BatchPhase, SizePhase
 from hyperbatch.engine import loop
 from hyperbatch.engine.ranks import Ranks
 
@@ -20,32 +20,7 @@ FUSED = {"model": "resnet50", "precision": "fp16", "fused": "on", "image_size": 
 
 def config(**values):
     """Ten steps of a small residual network on random images."""
-    defaults = {
-        "dataset": "synthetic",
-        "model": "resnet8",
-        "fused": "off",
-        "train_samples": 512,
-        "eval_samples": 64,
-        "classes": 10,
-        "image_size": 16,
-        "eval_size": 16,
-        "eval_resize": 16,
-        "augment": "shift",
-        "shift_pixels": 1,
-        "epochs": 4.0,
-        "max_steps": 10,
-        "warmup_epochs": 1.0,
-        "batch_phases": (BatchPhase(0, 64),),
-        "lr": 0.5,
-        "trust_coefficient": 0.02,
-        "weight_decay": 1e-3,
-        "eval_every_epochs": 1.0,
-        "precision": "fp32",
-        "device": "cuda",
-        "deterministic": True,
-        "timeout_s": 60.0,
-    }
-    return Config(recipe="toy").override(**{**defaults, **values})
+    return small_run(**{"max_steps": 10, "precision": "fp32", "timeout_s": 60.0, **values})
 
 
 def run_cases(rank, folder, cases):
@@ -62,16 +37,7 @@ def train(folder, world_size, cases, **options):
     """Losses and accuracies of each case, as rank 0 wrote them, and whether steps were captured and fused."""
     seen = run_ranks(world_size, run_cases, str(folder), cases, cuda=True, timeout_s=300, **options)
     assert all(rank == seen[0] for rank in seen)
-    curves = {}
-    for name in cases:
-        lines = (folder / name.replace(" ", "_") / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        curves[name] = [(row["step"], row.get("loss"), row.get("top1")) for row in rows]
-    return curves, seen[0]
-
-
-def losses(curve):
-    return [loss for _, loss, _ in curve if loss is not None]
+    return {name: curve(folder / name.replace(" ", "_")) for name in cases}, seen[0]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -99,13 +65,13 @@ def test_captured_runs_give_the_bits_of_plain_ones(tmp_path, world_size):
         assert seen[f"{name} on"][0], name
         assert not seen[f"{name} off"][0], name
         if name == "optimal groups":  # each run measures its own, and sums of other groups round otherwise
-            assert losses(curves[f"{name} on"]) == pytest.approx(losses(curves[f"{name} off"]), rel=1e-4)
+            assert losses_of(curves[f"{name} on"]) == pytest.approx(losses_of(curves[f"{name} off"]), rel=1e-4)
         else:
             assert curves[f"{name} on"] == curves[f"{name} off"], name
-    plain = losses(curves["flat off"])
+    plain = losses_of(curves["flat off"])
     for name in ("hybrid", "hierarchical", "accumulation"):
         same = name != "accumulation"  # its batch-norm statistics are those of half the samples
-        assert losses(curves[f"{name} off"]) == pytest.approx(plain, rel=1e-3 if same else 0.2), name
+        assert losses_of(curves[f"{name} off"]) == pytest.approx(plain, rel=1e-3 if same else 0.2), name
 
 
 def test_strides_give_the_bits_of_single_steps(tmp_path):
@@ -141,11 +107,10 @@ def test_a_batch_shared_by_ranks_trains_as_one_rank_would(tmp_path, world_size):
     }
     curves, seen = train(tmp_path, world_size, cases)
     alone = loop.run(config(out=str(tmp_path / "alone")), Ranks())
-    lines = (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()
-    expected = [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+    expected = losses_of(curve(tmp_path / "alone"))
     assert len(expected) == alone.result.steps == 10
-    for name, curve in curves.items():
-        assert losses(curve) == pytest.approx(expected, rel=1e-3), name
+    for name, rows in curves.items():
+        assert losses_of(rows) == pytest.approx(expected, rel=1e-3), name
     assert {name for name, (graph, _) in seen.items() if graph} == {"captured", "sharded, captured"}
     assert curves["sharded, captured"] == curves["sharded"]
 
@@ -164,11 +129,11 @@ def test_the_fused_step_is_exchanged_and_captured(tmp_path, world_size):
     curves, seen = train(tmp_path, world_size, cases)
     assert all(fused for _, fused in seen.values()), seen
     assert {name for name, (graph, _) in seen.items() if graph} == {name for name in cases if name.endswith(" on")}
-    plain = losses(curves["flat off"])
-    for name, curve in curves.items():
+    plain = losses_of(curves["flat off"])
+    for name, rows in curves.items():
         if not name.startswith("grouped"):
-            assert losses(curve) == pytest.approx(plain, rel=0.02), name
-    assert losses(curves["grouped norm on"]) == pytest.approx(losses(curves["grouped norm off"]), rel=0.02)
+            assert losses_of(rows) == pytest.approx(plain, rel=0.02), name
+    assert losses_of(curves["grouped norm on"]) == pytest.approx(losses_of(curves["grouped norm off"]), rel=0.02)
 
 
 def test_ranks_train_inside_a_group_of_the_caller_that_knows_only_nccl(tmp_path):
@@ -176,6 +141,6 @@ def test_ranks_train_inside_a_group_of_the_caller_that_knows_only_nccl(tmp_path)
     train(tmp_path, 2, {"parts": {"max_steps": 4}}, backend="nccl")
     parts, seen = train(tmp_path, 2, {"parts": {"max_steps": 8, "resume": True}}, backend="nccl")
     assert seen["parts"][0]
-    assert losses(parts["parts"]) == losses(whole["whole"])
+    assert losses_of(parts["parts"]) == losses_of(whole["whole"])
     a, b = (checkpoint.load(tmp_path / name).model for name in ("whole", "parts"))
     assert all(torch.equal(a[name], b[name]) for name in a)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import json
 
 import pytest
 import torch
-from test_graph_gpu import config, train
+from test_graph_gpu import config, curve, train
 
 from hyperbatch.config import BatchPhase
 from hyperbatch.engine import cuda_graphs
@@ -41,9 +40,7 @@ def captures(monkeypatch):
 
 
 def in_session(session, out, **values):
-    record = session.run(config(**values), out)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return record, [(line["step"], line.get("loss"), line.get("top1")) for line in lines]
+    return session.run(config(**values), out), curve(out)
 
 
 @pytest.mark.parametrize("values", CASES.values(), ids=CASES)

@@ -164,6 +164,7 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "--recipe", "digits"], "write the name of the recipe without a flag"),
         (["train", "--resume", "--out", "nowhere"], "nowhere does not exist"),
         (["train", "--resume"], "--resume needs the folder of the run to continue; add --out DIR"),
+        (["train", "--out", "s3://bucket/run"], "--out s3://bucket/run is an address; give a folder of this machine"),
         (["train", "--data", "somewhere"], "--data somewhere: the digits data set needs no folder"),
         (["train", "--init-from", "nowhere.pt"], "--init-from nowhere.pt: no such file"),
         (["train", "--init-from", "nowhere.pt", "--dry-run"], "--init-from nowhere.pt: no such file"),
@@ -413,16 +414,35 @@ def test_the_opening_line_comes_before_torch_is_loaded(tmp_path):
     assert done.stdout.startswith("False digits: resnet8 on digits"), done.stderr
 
 
-def test_rank_0_says_what_is_wrong_before_a_launcher_ends_it(capsys, monkeypatch):
-    """The others wait: the first rank that ends takes all of them with it."""
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "said"),
+    [(0, 0, "hyperbatch: "), (1, 1, None), (2, 0, "hyperbatch: rank 2 (host "), (3, 1, None)],
+)
+def test_each_host_says_what_is_wrong_and_waits_for_rank_0(capsys, monkeypatch, rank, local_rank, said):
+    """On two hosts of two ranks. A file, say, may be missing on one of them, and the first rank that ends takes all of
+    them with it."""
     waited = []
     monkeypatch.setattr("hyperbatch.cli.time.sleep", waited.append)
-    for rank, said in ((0, 1), (1, 0)):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", 4), ("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+    code, _, err = command(capsys, "train", "--epoch", "3")
+    assert code == 2
+    assert waited == [RANK_0_S] * (rank > 0)
+    if said is None:
+        assert err == ""
+    else:
+        assert err.startswith(said)
+        assert err.count("did you mean '--epochs'?") == 1
+
+
+def test_a_dry_run_under_a_launcher_is_printed_once(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = ("train", "digits", "--device", "cpu", "--json")
+    for rank in (1, 0):
         monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        code, _, err = command(capsys, "train", "--epoch", "3")
-        assert (code, err.count("did you mean '--epochs'?")) == (2, said)
-    assert waited == [RANK_0_S]
+        for more in (("--dry-run",), ("--save-config", str(tmp_path / "config.toml"))):
+            code, out, _ = command(capsys, *words, *more)
+            assert (code, out.count("\n")) == (0, 1 - rank)
 
 
 def test_a_sweep_writes_each_line_in_one_piece(monkeypatch):

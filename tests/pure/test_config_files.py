@@ -70,7 +70,7 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path, capsys):
     assert load_cluster(str(path)).device == load_cluster("local").device
 
 
-def test_the_batch_of_a_file(tmp_path):
+def test_the_batch_of_a_file():
     """A recipe is told it; a file that has a batch for every phase is scaled by the flag."""
     mlperf = find_recipe("mlperf_resnet50")
     batch = sorted(mlperf.batches)[0]

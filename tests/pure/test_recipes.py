@@ -12,6 +12,7 @@ import pytest
 from hyperbatch.cli import main
 from hyperbatch.config import Config, SizePhase
 from hyperbatch.errors import InputError
+from hyperbatch.plan.clusters import cluster_names
 from hyperbatch.recipes import DEFAULT, all_recipes, find_recipe, get_recipe, published_data, weights_note
 from hyperbatch.recipes.listing import format_recipes, list_recipes
 from hyperbatch.recipes.mlperf import IMAGENET_SAMPLES, POINTS, nearest_point
@@ -47,21 +48,6 @@ EVERYDAY = [
     "digits",
 ]
 EVERYDAY += ["finetune", "resnet50_fast", "vit_cifar10"]
-CLUSTERS = [
-    "abci",
-    "tencent_p40",
-    "stampede2_knl",
-    "stampede2_skx",
-    "facebook_p100",
-    "pfn_p100",
-    "dgx1_v100",
-    "dgx2h_v100",
-    "dgx_a100",
-    "dgx_h100",
-    "h200x8",
-    "cloud_h200_efa",
-    "local",
-]
 
 
 def test_every_name_of_the_design_is_there():
@@ -86,7 +72,7 @@ def test_recipe_is_complete(name):
     assert all(recipe.chosen)
     assert recipe.chosen
     assert f"hyperbatch train{'' if name == DEFAULT else ' ' + name}" in recipe.notes  # the exact command
-    assert recipe.cluster in CLUSTERS
+    assert recipe.cluster in cluster_names()
     assert bool(config.run.target_top1) == (name != "finetune")  # whose data is the user's
     # what it claims was run on so many ranks: the batch must divide
     for phase in resolve_phases(config.schedule.batch_phases, config.data.train_samples, recipe.ranks):

@@ -30,6 +30,11 @@ def write_eval(writer: RunWriter, step: int, top1: float = 0.5) -> None:
     writer.eval(step=step, epoch=step / 4, time_s=step / 10, top1=top1, samples=360)
 
 
+def span(name: str, start_s: float, *, track: str = "engine") -> Span:
+    """A second."""
+    return Span(name, start_s, 1.0, track, {})
+
+
 def test_metric_lines_have_the_fixed_shape(tmp_path):
     with RunWriter(tmp_path) as writer:
         write_step(writer, 0, scale=1024)
@@ -156,7 +161,7 @@ def test_a_fresh_run_forgets_what_was_there(tmp_path):
         with RunWriter(tmp_path) as writer:
             write_step(writer, 0)
             writer.mlperf("seed", 1)
-            writer.span("step", 0, 1)
+            writer.spans([span("step", 0)])
         (tmp_path / "record.json").write_text("{}")
     RunWriter(tmp_path).close()
     assert not (tmp_path / "record.json").exists()
@@ -168,11 +173,11 @@ def test_a_killed_run_leaves_readable_files(tmp_path):
     code = """
         import sys, time
         from pathlib import Path
-        from hyperbatch.record import RunWriter
+        from hyperbatch.record import RunWriter, Span
         writer = RunWriter(Path(sys.argv[1]))
         for step in range(2000):
             writer.step(step=step, epoch=0, time_s=0, loss=1, lr=1, global_batch=1, images_per_s=1)
-            writer.span("step", step / 10, 0.1, step=step)
+            writer.spans([Span("step", step / 10, 0.1, "engine", {"step": step})])
             writer.mlperf("block_start", kind="INTERVAL_START", first_epoch_num=step)
         print("ready", flush=True)
         time.sleep(60)
@@ -195,18 +200,17 @@ def test_trace_is_json_after_every_flush_and_goes_on_after_a_resume(tmp_path):
 
     writer = RunWriter(tmp_path, tensorboard=False)
     assert [event["name"] for event in events()] == ["process_name"]
-    writer.span('say "hi"', 0.5, 0.25, track="comm", bytes=12)
-    writer.span("forward", 1, 2, track="gpu")
+    writer.spans([Span('say "hi"', 0.5, 0.25, "comm", {"bytes": 12}), span("forward", 1, track="gpu")])
     writer.close()
-    span = next(event for event in events() if event["name"] == 'say "hi"')
-    assert (span["ph"], span["ts"], span["dur"], span["args"]) == ("X", 500_000, 250_000, {"bytes": 12})
+    found = next(event for event in events() if event["name"] == 'say "hi"')
+    assert (found["ph"], found["ts"], found["dur"], found["args"]) == ("X", 500_000, 250_000, {"bytes": 12})
     tracks = {event["tid"]: event["args"]["name"] for event in events() if event["name"] == "thread_name"}
     assert sorted(tracks.values()) == ["comm", "gpu"]
-    assert tracks[span["tid"]] == "comm"
+    assert tracks[found["tid"]] == "comm"
 
     before = len(events())
     with RunWriter(tmp_path, resume_from_step=7, tensorboard=False) as writer:
-        writer.span("forward", 3, 1, track="gpu")
+        writer.spans([span("forward", 3, track="gpu")])
     after = events()
     assert len(after) == before + 3
     assert {event["pid"] for event in after[before:]} == {2}
@@ -229,9 +233,8 @@ def test_layers_have_lines_of_their_own_that_follow_a_resume(tmp_path):
 def test_ranks_share_the_room_in_the_trace(tmp_path, monkeypatch):
     monkeypatch.setattr("hyperbatch.record.trace.MAX_SPANS", 10)
     with RunWriter(tmp_path, tensorboard=False, world_size=2) as writer:
-        for step in range(7):
-            writer.span("step", step, 1)
-        writer.spans([Span("step", step, 1.0, "engine", {}) for step in range(4)], rank=1)
+        writer.spans(span("step", step) for step in range(7))
+        writer.spans((span("step", step) for step in range(4)), rank=1)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {1: "rank 0", 2: "rank 1"}
@@ -242,8 +245,7 @@ def test_ranks_share_the_room_in_the_trace(tmp_path, monkeypatch):
 def test_trace_is_bounded_and_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr("hyperbatch.record.trace.MAX_SPANS", 10)
     with RunWriter(tmp_path, tensorboard=False) as writer:
-        for step in range(25):
-            writer.span("step", step, 1)
+        writer.spans(span("step", step) for step in range(25))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 10
     assert "15" in events[-1]["args"]["labels"]

@@ -1,41 +1,29 @@
-"""Residual sums with their layer norms in kernels, by Triton's interpreter, against float64 torch.
-
-The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
-has it, with test_stack_kernel.py; there the tests below do the work.
-"""
+"""Residual sums with their layer norms in kernels, by Triton's interpreter, against float64 torch."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hopper import compile_launches, registers, spilled_bytes
+from interpreter import inside, outside, run_by_the_interpreter
 from torch import nn
 from torch.nn import functional as F
 
 from hyperbatch.models.lone_norm import norm_rows, quick_norm
 from hyperbatch.models.residual import fork, join
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
 EPS = 1e-6
 ROUNDING = {torch.float16: 0.51, torch.bfloat16: 1.01}  # units in the last place; the interpreter cuts bf16 off
 
 
-@pytest.mark.skipif(INTERPRETED, reason="starts the other process")
+@outside
 def test_kernels_by_the_interpreter():
-    pytest.importorskip("triton")
-    files = __file__, Path(__file__).with_name("test_stack_kernel.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", *files]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_by_the_interpreter(__file__, Path(__file__).with_name("test_stack_kernel.py"))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@outside
 @pytest.mark.parametrize("passing", [True, False], ids=["residual", "lone"])
 @pytest.mark.parametrize("width", [96, 192, 384, 768, 1024])
 def test_kernels_compile_for_hopper_with_wide_accesses(monkeypatch, width, passing):

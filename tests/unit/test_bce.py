@@ -1,36 +1,23 @@
-"""Binary cross entropy of every class: torch's, timm's, and one kernel by Triton's interpreter against float64.
-
-The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
-has it; there the tests below do the work.
-"""
+"""Binary cross entropy of every class: torch's, timm's, and one kernel by Triton's interpreter against float64."""
 
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from hopper import compile_launches
+from interpreter import inside, outside, run_by_the_interpreter
 from torch.nn import functional as F
 
 from hyperbatch.config import Config
 from hyperbatch.errors import InputError
 from hyperbatch.models import Loss, binary_cross_entropy, mixed_cross_entropy, smoothed_cross_entropy
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
-outside = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
-
 
 @outside
 def test_kernels_by_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_by_the_interpreter(__file__)
 
 
 def make(rows, classes, dtype=torch.float32, *, mixed=False, spread=3.0):

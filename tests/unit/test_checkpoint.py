@@ -191,10 +191,13 @@ def test_a_checkpoint_without_checksums_is_read(tmp_path):
     assert torch.equal(saved.model["weight"], at_step(3).model["weight"])
 
 
-def test_a_checkpoint_that_lacks_something_is_not_continued(tmp_path):
-    torch.save(at_step(3).to_dict() | {"fixed": {}}, tmp_path / "step-00000003.pt")
+def test_a_checkpoint_that_lacks_something_is_not_continued_or_started_from(tmp_path):
+    path = tmp_path / "step-00000003.pt"
+    torch.save(at_step(3).to_dict() | {"fixed": {}}, path)
     with pytest.raises(InputError, match=r"step-00000003.pt is not complete: 'plan'"):
         checkpoint.load(tmp_path)
+    with pytest.raises(InputError, match=r"step-00000003.pt is not complete: 'plan'"):
+        checkpoint.load_weights(path)
 
 
 # Kept and dropped

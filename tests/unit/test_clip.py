@@ -1,17 +1,13 @@
 """Clipping by the norm of the whole gradient against torch's clip_grad_norm_, with and without a loss scale.
 
-The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
-has it; there the optimizers' kernels take the clipped gradients.
+In the process with Triton's interpreter (`interpreter.py`), the optimizers' kernels take the clipped gradients.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreter import INTERPRETED, outside, run_by_the_interpreter
 from torch import nn
 
 from hyperbatch.arena import Arena
@@ -25,17 +21,12 @@ from hyperbatch.optim.precision import LossScaler, working_dtype
 from hyperbatch.plan.strategies import plan_groups
 from hyperbatch.plan.types import RankGrid
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-outside = pytest.mark.skipif(INTERPRETED, reason="one run through the kernels is enough")
 WIDTH = 12
 
 
-@pytest.mark.skipif(INTERPRETED, reason="starts the other process")
+@outside
 def test_kernels_by_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_by_the_interpreter(__file__)
 
 
 def network() -> nn.Module:

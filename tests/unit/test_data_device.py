@@ -1,22 +1,16 @@
-"""The GPU's way to a batch, on CPU tensors by Triton's interpreter: the fused kernel and the thread that feeds it.
-
-The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
-has it; there the tests marked `inside` do the work.
-"""
+"""The GPU's way to a batch, on CPU tensors by Triton's interpreter: the fused kernel and the thread that feeds it."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
-import os
 import shutil
-import subprocess
-import sys
 import threading
 
 import numpy as np
 import pytest
 import torch
+from interpreter import inside, outside, run_by_the_interpreter
+from photos import encoded, without_codes
 from PIL import Image
 
 from hyperbatch.config import DataConfig
@@ -33,30 +27,19 @@ from hyperbatch.data.host import HostMaker
 from hyperbatch.data.pack import pack
 from hyperbatch.data.source import ArraySource, BadSample, DataError, EncodedSource, open_data
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
 CPU = torch.device("cpu")
 CONFIG = DataConfig(image_size=8, eval_size=8, eval_resize=10, data_threads=2)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="starts the other process")
+@outside
 def test_device_path_by_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_by_the_interpreter(__file__)
 
 
 def photo(width, height, seed=0):
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), dtype=np.uint8))
     return coarse.resize((width, height), Image.Resampling.BICUBIC)
-
-
-def encoded(image, format="JPEG", **options):
-    buffer = io.BytesIO()
-    image.save(buffer, format, **options)
-    return buffer.getvalue()
 
 
 class Files(EncodedSource):
@@ -90,13 +73,6 @@ def planned(source, config, n=6, epoch=0, size=8):
 def eval_plan(n, padding):
     ids = np.minimum(np.arange(n), n - padding - 1)
     return BatchPlan(ids=ids, epochs=None, uniforms=None, size=8, padding=padding)
-
-
-def without_codes(data):
-    """The JPEG with a scan that names Huffman codes it does not have: it looks whole, but no decoder can read it."""
-    data = bytearray(data)
-    data[data.index(b"\xff\xda") + 6] = 0x33
-    return bytes(data)
 
 
 def decode_on_the_cpu(files, device):
@@ -388,7 +364,7 @@ def test_a_share_of_the_images_is_decoded_by_the_cpu(tmp_path):
 
 
 @inside
-def test_a_reading_process_that_dies_is_reported(tmp_path):
+def test_a_reading_process_that_dies_is_reported():
     pool = ReaderPool(1, 1, 1 << 16, pin=False)
     try:
         pool._processes[0].kill()

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import stat
 import struct
 import sys
 import tarfile
@@ -18,6 +19,7 @@ from hyperbatch.cli import main
 from hyperbatch.config import DataConfig
 from hyperbatch.data import kept
 from hyperbatch.data.layouts import archives, recognise
+from hyperbatch.data.pack import pack
 from hyperbatch.data.source import BadSample, check_data, open_data, open_eval
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -137,6 +139,24 @@ def test_a_set_one_folder_further_down(tmp_path):
     assert "holds several data sets" in message(tmp_path / "set")
 
 
+def test_a_manifest_of_another_program_is_passed_over(tmp_path):
+    files, train, val = folder_set()
+    files["manifest.json"] = b'{"name": "pets", "icons": []}'
+    root = files.folder(tmp_path / "set")
+    is_read(root, tmp_path, kind="folder", classes=("a", "b"), train=train, val=val)
+    (tmp_path / "packed" / "pack.json").unlink()
+    (tmp_path / "packed" / "manifest.json").write_bytes(files["manifest.json"])
+    assert "is not a manifest of packed shards" in message(tmp_path / "packed"), "beside indexes of shards"
+
+
+@pytest.mark.parametrize("given", ["train", "val", "."])
+def test_one_split_of_a_set_is_told(tmp_path, monkeypatch, given):
+    root = folder_set()[0].folder(tmp_path / "set")
+    monkeypatch.chdir(root / "train")
+    told = message(given if given == "." else root / given)
+    assert f"{given} is only one split of the data set; use --data {root}" in told
+
+
 # --- archives of image folders
 
 
@@ -153,6 +173,43 @@ def test_a_zip_of_an_image_folder(tmp_path, method, prefix):
     (tmp_path / "alone").mkdir()
     path.rename(tmp_path / "alone" / "set.zip")
     assert recognise(tmp_path / "alone").kind == "folder in a zip"
+
+
+@pytest.mark.parametrize(("system", "name"), [(3, os.fsdecode(b"caf\xe9")), (0, "caf\u0398")])
+def test_names_in_a_zip_that_are_not_utf_8(tmp_path, system, name):
+    """Of the code page 437 if Windows wrote them, and otherwise as they are in a folder."""
+    with zipfile.ZipFile(tmp_path / "set.zip", "w") as file:
+        for path in folder_set()[0]:
+            member = zipfile.ZipInfo(path.replace("/b/", "/caf_/"))
+            member.create_system = system
+            file.writestr(member, jpeg(1))
+    content = (tmp_path / "set.zip").read_bytes()
+    (tmp_path / "set.zip").write_bytes(content.replace(b"caf_", b"caf\xe9"))
+    assert open_data(images(tmp_path / "set.zip"))[0].classes == ("a", name)
+
+
+@pytest.mark.parametrize(
+    "name", ["set.zip", "set.tar.gz", "train.zip", "train.tar", "train-0.parquet", "cifar-10-python.tar.gz"]
+)
+def test_an_archive_that_may_not_be_read_is_not_said_to_be_damaged(tmp_path, monkeypatch, name):
+    """Emulated, because a test may run as root, whom no permission stops."""
+    path = folder_set()[0].tar(tmp_path / name)
+    (tmp_path / name.replace("train", "val")).write_bytes(path.read_bytes())
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda given, mode: given != path and allowed(given, mode))
+    assert f"{path} cannot be read: Permission denied; check its permissions" in message(tmp_path)
+
+
+def test_links_in_a_zip_are_skipped_as_in_a_tar(tmp_path):
+    """`zip -y` stores them as files that hold the target's path."""
+    files, train, val = folder_set()
+    path = files.zip(tmp_path / "set.zip")
+    with zipfile.ZipFile(path, "a") as file:
+        for name, target in (("train/a/link.jpg", "0.jpg"), ("val/b/link.jpg", "../a/0.jpg"), ("train/c", "a")):
+            link = zipfile.ZipInfo(name)
+            link.create_system, link.external_attr = 3, (stat.S_IFLNK | 0o777) << 16
+            file.writestr(link, target)
+    is_read(path, tmp_path, kind="folder in a zip", classes=("a", "b"), train=train, val=val)
 
 
 def test_a_damaged_member_of_a_zip_is_a_bad_sample(tmp_path):
@@ -386,6 +443,12 @@ def test_labels_that_are_numbers_are_in_the_order_of_numbers(tmp_path):
         ("path,label\n0.jpg,\n", "line 2 has no path or no label"),
         ("path,label\n1.jpg,a\n", "1.jpg is not a file"),
         ("path,label,class\n0.jpg,a,a\n", "more than one label column"),
+        ("path,label,Label\n0.jpg,a,b\n", "more than one label column"),
+        ("path,label\n\n,\n0.jpg,a\n\n0.jpg\n", "train.csv line 6 has 1 fields, not 2"),
+        ('path,label,note\n0.jpg,a,"x\ny"\n0.jpg\n', "train.csv line 4 has 1 fields, not 3"),
+        ('path,label,note\n0.jpg,a,"x\n1.jpg,b,"y"\n2.jpg,b,z\n', "is not a table: ',' expected after '\"' in line 3"),
+        ('path,label\n"0.jpg,a\n1.jpg,b\n', "is not a table: unexpected end of data in line 3"),
+        ('path,label\n"0.jpg,a\n1.jpg",b\n', "line 3 ends a path with a line break in it; correct its quotation marks"),
         ("name,label\n0.jpg,a\n", "no path column"),
         ("path,label\n", "names no images"),
         ("", "names no images"),
@@ -419,6 +482,33 @@ def test_rows_of_no_split_are_told(tmp_path, row, told):
     del rows[0]["split"]
     (tmp_path / "labels.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert "labels.jsonl line 1 has no split; write train, val or test" in message(tmp_path)
+
+
+def test_one_image_with_another_label_in_another_split_is_told(tmp_path):
+    Files().images("0.jpg", "1.jpg").folder(tmp_path)
+    (tmp_path / "labels.csv").write_text("path,label,split\n0.jpg,a,train\n1.jpg,b,train\n0.jpg,b,val\n")
+    assert "labels.csv gives 0.jpg the labels 'a' and 'b'; keep one of them" in message(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["SPLIT", "images/SPLIT"])
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_a_table_labels_the_flat_folders_beside_or_below_it(tmp_path, place, suffix):
+    files = Files().images(*(f"{place.replace('SPLIT', split)}/{i}.jpg" for split in ("train", "val") for i in (0, 1)))
+    rows = list(zip(files, "abba", ("train", "train", "val", "val")))
+    root = files.folder(tmp_path / "set")
+    lines = ["path,label,split", *map(",".join, rows)]
+    if suffix == "jsonl":
+        lines = [json.dumps(dict(zip(("path", "label", "split"), row))) for row in rows]
+    (root / f"labels.{suffix}").write_text("\n".join(lines))
+    pairs = [(files[path], label) for path, label, _ in rows]
+    is_read(root, tmp_path, kind="table", classes=("a", "b"), train=pairs[:2], val=pairs[2:])
+
+
+@pytest.mark.parametrize("table", [b"id,name\n0,cat\n", b"path,label,split\n0.jpg,a,train\n", b"\xff\xfe", b""])
+def test_class_folders_further_down_are_read_without_the_table_above_them(tmp_path, table):
+    files, _, _ = folder_set(prefix="pets/")
+    (files.folder(tmp_path / "set") / "table.csv").write_bytes(table)
+    assert recognise(tmp_path / "set").kind == "folder"
 
 
 def test_tables_in_parts(tmp_path):
@@ -582,6 +672,33 @@ def test_damage_to_parquet_and_to_what_was_unpacked(tmp_path, cache):
     content[content.index(jpeg(1)) + 200] ^= 1
     (tmp_path / "train.parquet").write_bytes(content)
     assert "train.parquet cannot be read as parquet" in message(tmp_path)
+
+
+def test_rows_of_parquet_are_named_by_their_file(tmp_path, monkeypatch):
+    """Not by the file in the cache; packs made with different caches are therefore equal."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "set").mkdir()
+    for split, value in (("train-0", 1), ("train-1", 3), ("test", 5)):
+        table = pyarrow.table({"image": [jpeg(value), jpeg(value + 1)[:60]], "label": ["a", "b"]})
+        parquet.write_table(table, tmp_path / "set" / f"{split}.parquet")
+    for number in (0, 1):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache{number}"))
+        pack(tmp_path / "set", tmp_path / f"packed{number}")
+    packs = [{path.name: path.read_bytes() for path in (tmp_path / f"packed{i}").iterdir()} for i in (0, 1)]
+    assert packs[0] == packs[1]
+    train, _ = open_data(images(tmp_path / "set"))
+    with pytest.raises(BadSample, match=re.escape(f"{tmp_path / 'set' / 'train-1.parquet'} row 1: ")):
+        train.image(3)
+    assert [train.describe(i)[-5:] for i in range(4)] == ["row 0", "row 1"] * 2
+
+
+def test_what_a_killed_process_left_in_the_cache_is_removed(cache):
+    cache.mkdir(parents=True)
+    (cache / ".unpacked-1.tar-x7").write_bytes(b"a part")
+    (cache / ".unpacked-2.tar-x7").write_bytes(b"a part of something else")
+    assert kept.made_once("unpacked-1.tar", lambda file: file.write(b"all")).read_bytes() == b"all"
+    assert not (cache / ".unpacked-1.tar-x7").exists()
+    assert (cache / ".unpacked-2.tar-x7").exists()
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):

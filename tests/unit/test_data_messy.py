@@ -297,11 +297,14 @@ def test_compressed_shards(tmp_path, suffix):
     assert train.labels.tolist() == val.labels.tolist() == [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize("form", ["others' shards", "packed shards"])
+@pytest.mark.parametrize("form", ["others' shards", "packed shards", "tars"])
 def test_more_shards_than_files_may_be_open(tmp_path, form):
     for number in range(50):
         for split in ("train", "val"):
-            Files({"0.jpg": jpeg(number), "0.cls": b"%d" % (number % 2)}).tar(tmp_path / f"{split}-{number:06d}.tar")
+            files = Files({"0.jpg": jpeg(number), "0.cls": b"%d" % (number % 2)})
+            if form == "tars":
+                files = Files({f"{split}/{number % 2}/0.jpg": jpeg(number)})
+            files.tar(tmp_path / f"{split}-{number:06d}.tar")
     if form == "packed shards":
         assert pack(tmp_path, tmp_path / "packed", shard_bytes=1).shards == 100
     expected = {jpeg(number) for number in range(50)}

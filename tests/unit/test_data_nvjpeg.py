@@ -11,6 +11,7 @@ from ctypes import CFUNCTYPE, POINTER, c_int, c_size_t, c_uint, c_void_p
 import numpy as np
 import pytest
 import torch
+from photos import without_codes
 from PIL import Image
 
 from hyperbatch.data.decode import decode_full, gpu_frame
@@ -101,13 +102,6 @@ def jpeg(width, height, seed=0, mode="RGB", **options):
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", **options)
     return buffer.getvalue()
-
-
-def without_codes(data):
-    """A scan that names Huffman codes which the file does not have."""
-    data = bytearray(data)
-    data[data.index(b"\xff\xda") + 6] = 0x33
-    return bytes(data)
 
 
 def files_of(contents):

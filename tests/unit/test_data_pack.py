@@ -125,6 +125,47 @@ def test_an_interrupted_pack_is_finished_by_the_next(tree, tmp_path, monkeypatch
     assert verify(tmp_path / "dst").ok
 
 
+def test_a_pack_that_was_killed_while_it_wrote_its_first_file_is_done_by_the_next(tree, tmp_path):
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "dst" / "pack.json.part").write_bytes(b'{"format": "hyperb')
+    pack(tree, tmp_path / "dst")
+    pack(tree, tmp_path / "whole")
+    assert files(tmp_path / "dst") == files(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("append", [True, False])
+def test_classes_of_an_interrupted_addition_may_change_before_it_is_finished(tree, tmp_path, monkeypatch, append):
+    """Otherwise the whole set had to be packed again."""
+    pack(tree, tmp_path / "dst", shard_bytes=8000)
+    before = files(tmp_path / "dst")
+    for split in ("train", "val"):
+        shutil.copytree(tree / split / "a", tree / split / "c")
+
+    def interrupted(plan, *rest):
+        if plan.path.name.startswith("val"):
+            raise InputError("interrupted")
+        return write(plan, *rest)
+
+    write = shard_writer._write_shard
+    monkeypatch.setattr(shard_writer, "_write_shard", interrupted)
+    with pytest.raises(InputError, match="interrupted"):
+        pack(tree, tmp_path / "dst", shard_bytes=8000, append=True)
+    monkeypatch.undo()
+    image = tree / "train" / "c" / "a.0.jpg"
+    if append:  # pixels change and the size stays
+        image.write_bytes(image.read_bytes()[::-1])
+        pack(tree, tmp_path / "dst", shard_bytes=8000, append=True)
+        train, val = opened(tmp_path / "dst")
+        assert (train.classes, len(train), len(val)) == (("a", "b", "c"), 60, 15)
+        assert contents(train) == contents(opened(tree)[0])
+        assert verify(tmp_path / "dst").problem_count == 1, "of the reversed file"
+    else:  # the class is given up
+        for split in ("train", "val"):
+            shutil.rmtree(tree / split / "c")
+        pack(tree, tmp_path / "dst", shard_bytes=8000)
+        assert files(tmp_path / "dst") == before
+
+
 @pytest.mark.parametrize("last", ["manifest.json", "skipped.txt"])
 def test_a_disk_that_the_last_files_fill_is_one_line(tree, tmp_path, monkeypatch, last):
     (tree / "train" / "a" / "gone.jpg").symlink_to(tmp_path / "nowhere")
@@ -153,6 +194,17 @@ def test_a_folder_that_can_no_longer_be_written_is_one_line(tree, tmp_path, monk
     monkeypatch.setattr(shard_writer, "_write_member", read_only)
     with pytest.raises(InputError, match=r"cannot write .*train-000000.tar: Read-only file system; fix this and run"):
         pack(tree, tmp_path / "dst", workers=1)
+
+
+def test_a_set_is_packed_into_a_folder_and_not_at_an_address(tree, tmp_path, monkeypatch):
+    """It was written to a folder named s3: below the current one."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="s3://bucket/set is an address; pack into a folder of this machine"):
+        pack(tree, "s3://bucket/set")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    pack(tree, "~/packed")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "src"]
+    assert verify(tmp_path / "home" / "packed").ok
 
 
 def test_a_folder_of_something_else_is_not_touched(tree, tmp_path):

@@ -7,6 +7,7 @@ import io
 import numpy as np
 import pytest
 import torch
+from photos import without_codes
 from PIL import Image
 
 from hyperbatch.config import DataConfig
@@ -29,13 +30,6 @@ def encoded(index, width, height, format="JPEG"):
     file = io.BytesIO()
     coarse.resize((width, height), Image.Resampling.BICUBIC).save(file, format)
     return file.getvalue()
-
-
-def without_codes(data):
-    """The JPEG with a scan that names Huffman codes it does not have: it looks whole, but no decoder can read it."""
-    data = bytearray(data)
-    data[data.index(b"\xff\xda") + 6] = 0x33
-    return bytes(data)
 
 
 @pytest.fixture(scope="module")

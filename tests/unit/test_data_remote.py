@@ -105,7 +105,7 @@ def all_here(folder, packed, splits=("train",)):
     wait_until(lambda: set(wanted) <= set(cached(folder)[0]))
 
 
-def test_samples_are_those_of_the_set_on_disk(server, packed, tmp_path):
+def test_samples_are_those_of_the_set_on_disk(server, packed):
     for ours, local in zip(opened(f"{server.url}/packed/"), opened(packed), strict=True):
         assert isinstance(ours, source.RemoteShardSource)
         assert ours.classes == local.classes
@@ -169,7 +169,7 @@ def test_the_cache_keeps_to_its_size(share, server, packed, tmp_path):
     assert contents(ours) == contents(local)
 
 
-def test_sets_that_nobody_uses_make_room_and_others_stay(server, packed, tmp_path):
+def test_sets_that_nobody_uses_make_room_and_others_stay(server, packed):
     for name in ("one", "two", "three"):
         shutil.copytree(packed, packed.parent / name, dirs_exist_ok=True)
     size = sum(path.stat().st_size for path in packed.glob("train-*.tar")) + 40_000
@@ -241,7 +241,7 @@ while hasattr(train, "_mirror") and time.monotonic() < deadline:
 """
 
 
-def test_the_ranks_of_a_host_fetch_each_shard_once(server, packed, tmp_path):
+def test_the_ranks_of_a_host_fetch_each_shard_once(server, packed):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"}
     command = [sys.executable, "-c", READER, f"{server.url}/packed"]
     ranks = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) for _ in range(3)]
@@ -366,7 +366,7 @@ def test_an_address_may_hold_spaces_and_umlauts_quoted_or_not(server, packed):
         assert contents(opened(f"{server.url}/{place}")[0]) == contents(opened(packed)[0])
 
 
-def test_object_stores_through_fsspec(packed, tree, tmp_path):
+def test_object_stores_through_fsspec(packed, tree):
     fsspec = pytest.importorskip("fsspec")
     files = fsspec.filesystem("memory")
     files.put(str(packed), "/bucket/packed", recursive=True)

@@ -1,20 +1,18 @@
 """A set in device memory: its batches are the host's, drawn by kernels that repeat the stream bit for bit.
 
-By Triton's interpreter on CPU tensors: this file runs itself once more in a process that has it.
+The kernels run on CPU tensors, by Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from hopper import compile_launches
+from interpreter import inside, outside, run_by_the_interpreter
 
 from hyperbatch.config import BatchPhase, DataConfig
 from hyperbatch.data import augment, loader, stream
@@ -27,8 +25,6 @@ from hyperbatch.data.source import ArraySource
 from hyperbatch.data.stream import Stretches
 from hyperbatch.schedule import resolve_phases, steps
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
 CPU = torch.device("cpu")
 RECORD = DataConfig(  # all at once
     image_size=8,
@@ -46,12 +42,9 @@ PLAIN = dataclasses.replace(
 )
 
 
-@pytest.mark.skipif(INTERPRETED, reason="starts the other process")
+@outside
 def test_resident_sets_by_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_by_the_interpreter(__file__)
 
 
 def arrays(n=40, size=8, channels=3, distinct=None):
@@ -296,7 +289,7 @@ def test_one_plan_of_many_steps_holds_their_batches():
 # --- what is compiled
 
 
-@pytest.mark.skipif(INTERPRETED, reason="compiles")
+@outside
 def test_the_kernels_compile_for_hopper(monkeypatch):
     """16-byte stores of the 16-bit images, and one byte loaded for each element."""
     kernels = pytest.importorskip("hyperbatch.kernels.augment")

@@ -19,7 +19,16 @@ from hyperbatch.data.cifar import CIFAR10, count_cifar, open_cifar
 from hyperbatch.data.digits import open_digits
 from hyperbatch.data.folders import FolderSource, TarSource
 from hyperbatch.data.gpu import reader_process
-from hyperbatch.data.source import ArraySource, BadSample, EncodedSource, Source, check_data, open_data, open_eval
+from hyperbatch.data.source import (
+    ArraySource,
+    BadSample,
+    EncodedSource,
+    Location,
+    Source,
+    check_data,
+    open_data,
+    open_eval,
+)
 from hyperbatch.errors import InputError
 
 
@@ -240,6 +249,13 @@ def test_tars_with_other_classes_or_no_members(tmp_path):
     assert "no members named val/CLASS/IMAGE.jpg" in message(images(tmp_path))
 
 
+def test_class_names_that_only_look_alike_are_told(tmp_path):
+    """macOS may write the letters of a name in another Unicode form than Linux."""
+    for split, name in (("train", "caf\u00e9"), ("val", "cafe\u0301")):
+        (tmp_path / split / name).mkdir(parents=True)
+    assert "they look the same, but their letters have different Unicode forms" in message(images(tmp_path))
+
+
 def test_an_unknown_data_set_gets_the_nearest_name():
     assert "did you mean 'digits'" in message(DataConfig(dataset="digit"))
 
@@ -422,6 +438,36 @@ OWN = {
 }
 
 
+@pytest.mark.parametrize("split", ["train", "both"])
+@pytest.mark.parametrize(
+    ("classes", "told"),
+    [
+        ((0, 1), r"own: classes must be a tuple of str, got \(0, 1\); convert them with str\(\)"),
+        (np.array(["a", "b"]), "own: classes must be a tuple of str, got array"),
+        (tuple(np.array(["a", "b"])), "own: classes must be a tuple of str"),
+        (2, "own: classes must be a tuple of str, got 2"),
+        ("ab", "own: classes must be a tuple of str, got 'ab'"),
+        (("a", "a"), "own: classes must have different names"),
+    ],
+)
+def test_own_classes_are_names(monkeypatch, classes, told, split):
+    """With others, a run trained to its end, and its checkpoints could not be read."""
+    val = Own(classes=classes) if split == "both" else Own()
+    monkeypatch.setattr(source, "load_object", lambda *_: lambda config: (Own(classes=classes), val))
+    with pytest.raises(InputError, match=told):
+        check_data(DataConfig(dataset="some:data"))
+
+
+def test_own_classes_may_be_a_list_in_one_split(monkeypatch):
+    monkeypatch.setattr(source, "load_object", lambda *_: lambda config: (Own(classes=["a", "b"]), Own()))
+    assert check_data(DataConfig(dataset="some:data")).classes == 2
+
+
+def test_an_error_in_the_first_own_image_is_told(monkeypatch):
+    monkeypatch.setattr(source, "load_object", lambda *_: lambda config: (Own(image=lambda i: {}[i]), Own()))
+    assert "own: image(0) raised KeyError: 0 (in <lambda>" in message(DataConfig(dataset="some:data"))
+
+
 @pytest.mark.parametrize("kind", OWN)
 def test_own_data_is_checked_when_it_is_opened(monkeypatch, kind):
     value, text = OWN[kind]
@@ -560,3 +606,19 @@ def test_gzip_that_is_cut(tmp_path):
     (tmp_path / "train.tar.gz").write_bytes(gzip.compress(b"x" * 5000)[:-9])
     write_tar(tmp_path / "val.tar", [("val/a/0.jpg", jpeg())])
     assert "train.tar.gz cannot be read" in message(images(tmp_path))
+
+
+def test_a_reading_process_keeps_few_files_open(tmp_path, monkeypatch):
+    """It left those open that it no longer used. A set of 1,024 shards reached the limit of the process, and then the
+    training process read the images."""
+    monkeypatch.setattr(reader_process, "_open", opened := {})
+    monkeypatch.setattr(reader_process, "max_open_files", lambda: 5)
+    for number in range(40):
+        (tmp_path / str(number)).write_bytes(b"..%02d.." % number)
+    before, room = len(os.listdir("/proc/self/fd")), memoryview(bytearray(100))
+    for number in (*range(40), *range(40)):
+        assert reader_process._read(Location(str(tmp_path / str(number)), 2, 2), room) == 2
+        assert bytes(room[:2]) == b"%02d" % number
+    assert len(os.listdir("/proc/self/fd")) - before == len(opened) == 5
+    for descriptor in opened.values():
+        os.close(descriptor)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from photos import encoded, photo
 from PIL import Image, features
 
 from hyperbatch.config import DataConfig, SizePhase
@@ -20,20 +21,6 @@ from hyperbatch.data.source import BadSample
 from hyperbatch.errors import InputError
 
 DOCS = Path(__file__).parents[2] / "docs" / "data.md"
-
-
-def photo(width, height, seed=0):
-    """Smooth colours with some detail, as photographs have."""
-    rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (height // 12 + 2, width // 12 + 2, 3), dtype=np.uint8))
-    pixels = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(float)
-    return Image.fromarray(np.clip(pixels + rng.normal(0, 4, pixels.shape), 0, 255).astype(np.uint8))
-
-
-def encoded(image, format="JPEG", **options):
-    buffer = io.BytesIO()
-    image.save(buffer, format, **options)
-    return buffer.getvalue()
 
 
 def rows(config, n=500, epoch=0):

@@ -1,29 +1,16 @@
-"""Depthwise convolutions in kernels, by Triton's interpreter, against float64 torch.
-
-The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
-has it; there the tests below do the work.
-"""
+"""Depthwise convolutions in kernels, by Triton's interpreter, against float64 torch."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from depthwise_reference import check, make, through_kernels
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
+from interpreter import inside, outside, run_by_the_interpreter
 
 
-@pytest.mark.skipif(INTERPRETED, reason="starts the other process")
+@outside
 def test_kernels_by_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_by_the_interpreter(__file__)
 
 
 # n, c, h, w, side
@@ -74,7 +61,7 @@ def test_weights_may_lie_in_memory_in_any_order():
     assert all(torch.equal(a, b) for a, b in zip(got, expect, strict=True))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@outside
 def test_convolution_compiles_for_hopper_without_spills_and_shuffles(monkeypatch):
     """Without a GPU. All that a row needs stays in registers, threads exchange nothing, and no pixel is loaded twice
     by a thread: its columns and three on each side, in the first row and in the loop."""
@@ -92,7 +79,7 @@ def test_convolution_compiles_for_hopper_without_spills_and_shuffles(monkeypatch
     assert ptx.count("ld.global.b32") == 2 * (3 + depthwise.SETTINGS[-1].columns + 3)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@outside
 def test_weight_gradient_compiles_for_hopper_without_spills(monkeypatch):
     pytest.importorskip("triton")
     from hopper import compile_launches, spilled_bytes

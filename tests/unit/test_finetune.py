@@ -314,6 +314,16 @@ def test_what_timm_cannot_give_is_one_line(monkeypatch):
         pretrained_weights("resnet18", in_channels=3)
 
 
+def test_a_timm_that_gives_no_reason_is_one_line_too(monkeypatch, tmp_path):
+    from hyperbatch.models import pretrained_weights
+
+    (tmp_path / "timm.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    with pytest.raises(InputError, match=r"timm cannot be imported \(ImportError\); run pip install"):
+        pretrained_weights("resnet18", in_channels=3)
+
+
 def test_a_timm_with_a_torchvision_for_another_torch_is_not_to_be_installed_again(monkeypatch, tmp_path):
     (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.syspath_prepend(tmp_path)

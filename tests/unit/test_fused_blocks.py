@@ -1,17 +1,10 @@
-"""Fused networks by Triton's interpreter against the plain models in float64, and how they live with autograd.
-
-The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
-has it; there most of the tests below do the work.
-"""
+"""Fused networks by Triton's interpreter against the plain models in float64, and how they live with autograd."""
 
 from __future__ import annotations
 
 import copy
 import importlib.util
-import os
 import pickle
-import subprocess
-import sys
 from statistics import median
 from types import SimpleNamespace
 
@@ -19,6 +12,7 @@ import pytest
 import timm_reference
 import torch
 from fused_reference import alexnet, backward, batch, check, error, errors, exact_step, residual, shuffled, step
+from interpreter import inside, outside, run_by_the_interpreter
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -32,9 +26,6 @@ from hyperbatch.models.norm import BatchNorm2d, freeze, keeps_statistics
 from hyperbatch.models.resnet import BasicBlock, Bottleneck
 from hyperbatch.params import backward_order
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
-outside = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
 if importlib.util.find_spec("triton"):
     from norm_reference import poisoned
 
@@ -47,10 +38,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @outside
 def test_networks_by_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_by_the_interpreter(__file__)
 
 
 @pytest.fixture(autouse=True)

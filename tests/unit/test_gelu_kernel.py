@@ -1,18 +1,11 @@
-"""GELU and the gradient of a bias before it in kernels, by Triton's interpreter, against float64 torch.
-
-The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
-has it; there the tests below do the work.
-"""
+"""GELU and the gradient of a bias before it in kernels, by Triton's interpreter, against float64 torch."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from hopper import compile_launches, spilled_bytes
+from interpreter import inside, outside, run_by_the_interpreter
 from torch.nn import functional as F
 
 from hyperbatch.arena import Arena
@@ -22,21 +15,16 @@ from hyperbatch.models.gelu import gelu
 from hyperbatch.models.quick import compile_quick, quicken
 from hyperbatch.params import backward_order
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
 HALVES = [torch.float16, torch.bfloat16]
 ROUNDING = {torch.float16: 0.51, torch.bfloat16: 1.01}  # units in the last place; the interpreter cuts bf16 off
 
 
-@pytest.mark.skipif(INTERPRETED, reason="starts the other process")
+@outside
 def test_kernels_by_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_by_the_interpreter(__file__)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@outside
 @pytest.mark.parametrize("tanh", [False, True])
 def test_kernels_compile_for_hopper_with_wide_accesses(monkeypatch, tanh):
     pytest.importorskip("triton")
@@ -143,7 +131,7 @@ def test_strided_gradients_and_what_is_left_to_torch():
             torch.testing.assert_close(value.double(), right, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@outside
 def test_every_variant_that_a_model_launches_is_compiled_ahead(monkeypatch):
     """What is launched ahead on a few rows, and then by a step, has the same types, constants and options."""
     pytest.importorskip("triton")

@@ -1,39 +1,28 @@
-"""The fused kernels on CPU tensors, by Triton's interpreter.
-
-The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
-has it; there the tests below do the work.
-"""
+"""The fused kernels on CPU tensors, by Triton's interpreter."""
 
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from interpreter import INTERPRETED, inside, outside, run_by_the_interpreter
+from test_muon import set_grads
 from torch import nn
 
 from hyperbatch.arena import Arena
 from hyperbatch.optim import LAMB, LARS, param_groups
 
-if os.environ.get("TRITON_INTERPRET") == "1":
+if INTERPRETED:
     from hyperbatch.optim import fused_kernels
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
 
-
-@pytest.mark.skipif(INTERPRETED, reason="starts the other process")
+@outside
 def test_kernels_by_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_by_the_interpreter(__file__)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@outside
 @pytest.mark.parametrize("rule", ["lars", "lamb", "adamw"])
 @pytest.mark.parametrize("half", [False, True])
 def test_kernels_compile_for_hopper_with_wide_accesses_and_no_shuffles(half, rule):
@@ -61,7 +50,7 @@ def test_kernels_compile_for_hopper_with_wide_accesses_and_no_shuffles(half, rul
         assert "convert_layout" not in compiled.asm["ttgir"]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@outside
 def test_the_look_at_the_weights_compiles_for_hopper_with_wide_loads():
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -86,12 +75,6 @@ def make_params(dtype, seed=0):
     values.append(torch.randn(6, 4, 3, 3, generator=generator).to(memory_format=torch.channels_last))
     params = [nn.Parameter(value.to(dtype)) for value in values]
     return [*params, nn.Parameter(torch.randn(6, 10, generator=generator).to(dtype)[:, ::2])]
-
-
-def set_grads(params, seed, scale=1.0):
-    generator = torch.Generator().manual_seed(100 + seed)
-    for param in params:
-        param.grad = (torch.randn(param.shape, generator=generator) * scale).to(param.dtype)
 
 
 def run(path, dtype, steps=2, scale=None, kind=LARS, **options):

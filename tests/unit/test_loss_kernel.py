@@ -1,31 +1,18 @@
-"""Label-smoothed cross entropy in one kernel, by Triton's interpreter, against float64 torch.
-
-The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
-has it; there the tests below do the work.
-"""
+"""Label-smoothed cross entropy in one kernel, by Triton's interpreter, against float64 torch."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from interpreter import inside, outside, run_by_the_interpreter
 from torch.nn import functional as F
 
 from hyperbatch.models import smoothed_cross_entropy
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
 
-
-@pytest.mark.skipif(INTERPRETED, reason="starts the other process")
+@outside
 def test_kernels_by_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_by_the_interpreter(__file__)
 
 
 def make(rows, classes, dtype=torch.float32, spread=3.0):

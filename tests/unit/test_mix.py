@@ -1,19 +1,17 @@
 """Mixup and CutMix: what is drawn, how images and labels are mixed, and that batches do not depend on how they are cut.
 
-The kernels run by Triton's interpreter: this file runs itself once more in a process that has it.
+The kernels run by Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from hopper import compile_launches
+from interpreter import INTERPRETED, inside, outside, run_by_the_interpreter
 from torch.nn import functional as F
 
 from hyperbatch.config import BatchPhase, Config, DataConfig
@@ -27,19 +25,13 @@ from hyperbatch.errors import InputError
 from hyperbatch.models import mixed_cross_entropy, smoothed_cross_entropy
 from hyperbatch.schedule import resolve_phases, steps, strides
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
-outside = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
 CPU = torch.device("cpu")
 BOTH = DataConfig(image_size=8, eval_size=8, augment="none", flip=False, mixup=0.2, cutmix=1.0)
 
 
 @outside
 def test_kernels_by_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_by_the_interpreter(__file__)
 
 
 def drawn(config, places=None, length=1000, micro_batches=None, seed=3, size=32, step_start=0):

@@ -20,6 +20,7 @@ from hyperbatch.models import (
 )
 from hyperbatch.models.layers import Conv2d, GroupNorm, LayerNorm, Linear, adopt
 from hyperbatch.models.norm import BatchNorm2d
+from hyperbatch.plan.inventory import usual_data
 
 # Sizes torchvision documents for its own models at 1000 classes.
 TORCHVISION_PARAMETERS = {
@@ -237,7 +238,7 @@ def own_module(monkeypatch):
     module = types.ModuleType("someones_models")
     for function in OWN:
         setattr(module, function.__name__, function)
-    module.number = 3  # type: ignore[attr-defined]
+    module.number, module.network = 3, own_plain(2)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "someones_models", module)
 
 
@@ -257,7 +258,11 @@ def test_own_model_gets_what_its_signature_takes(function):
     [
         ("resnet5", "did you mean 'resnet"),
         ("someones_models:own_not_a_module", "returned a int; it must return a torch.nn.Module"),
-        ("someones_models:own_needs_more", "missing a required argument: 'depth'; only classes can be given"),
+        (
+            "someones_models:own_needs_more",
+            "missing a required argument: 'depth'; give it a default, since only classes",
+        ),
+        ("someones_models:network", "is a network; give the class or the function that builds it"),
         (
             "someones_models:own_factory_of_nothing",
             "has no argument for the number of classes; call it classes or num_classes",
@@ -359,6 +364,26 @@ def test_timm_is_given_classes_and_channels(monkeypatch):
         create_model("timm/x")
     with pytest.raises(InputError, match="zero_init_last"):
         create_model("timm/tiny", zero_init_last_gamma=True)
+
+
+def test_a_timm_model_of_one_size_is_planned_at_that_size(monkeypatch):
+    fake = types.ModuleType("timm")
+
+    def about(name):
+        if "." in name:
+            raise RuntimeError("Invalid pretrained tag (a1) for tiny.")
+        return (
+            None
+            if name == "unknown"
+            else types.SimpleNamespace(input_size=(3, 256, 256), fixed_input_size=name == "fixed")
+        )
+
+    fake.get_pretrained_cfg = about  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "timm", fake)
+    names = ("fixed", "free", "unknown", "tiny.a1")
+    assert [usual_data(f"timm/{name}")[0] for name in names] == [256, 224, 224, 224]
+    monkeypatch.setitem(sys.modules, "timm", None)
+    assert usual_data("timm/fixed") == (224, 1000)
 
 
 def test_a_name_with_an_unknown_tag_of_weights_is_one_line(monkeypatch):

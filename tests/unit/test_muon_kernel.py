@@ -1,35 +1,27 @@
 """Muon's kernels on CPU tensors, by Triton's interpreter, against the readable reference; and compiled for Hopper.
 
-The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
-has it; there the tests below do the work. It has no products in bf16, so they are taken in fp32 there.
+The interpreter has no products in bf16, so they are taken in fp32 there.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
+from interpreter import inside, outside, run_by_the_interpreter
+from test_muon import set_grads
 from torch import nn
 
 from hyperbatch.arena import Arena
 from hyperbatch.optim import Muon
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
-outside = pytest.mark.skipif(INTERPRETED, reason="runs without the interpreter")
-
 
 @outside
 def test_kernels_by_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_by_the_interpreter(__file__)
 
 
 # --- without running anything ---------------------------------------------------------------------------------------
@@ -143,12 +135,6 @@ def make_params(dtype, shapes=SHAPES):
 
 def few_params(dtype):
     return make_params(dtype, [(9,), (33, 20)])
-
-
-def set_grads(params, seed, scale=1.0):
-    generator = torch.Generator().manual_seed(100 + seed)
-    for param in params:
-        param.grad = (torch.randn(param.shape, generator=generator) * scale).to(param.dtype)
 
 
 def run(path, dtype, make=make_params, updates=2, scale=None, **options):

@@ -1,22 +1,17 @@
 """Batch norm, ReLU and the residual add in kernels, by Triton's interpreter, against float64 torch.
 
-The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
-has it; there the tests below do the work. fp32 tensors show the arithmetic, 16-bit ones the roundings at its ends.
+fp32 tensors show the arithmetic, 16-bit ones the roundings at its ends.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from interpreter import inside, outside, run_by_the_interpreter
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
 if importlib.util.find_spec("triton"):
     from gated_reference import check as check_gated
     from gated_reference import new_gate
@@ -53,15 +48,12 @@ CASES = [
 MANY = 64  # processors: enough that a few hundred rows are dealt to several programs
 
 
-@pytest.mark.skipif(INTERPRETED, reason="starts the other process")
+@outside
 def test_kernels_by_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_by_the_interpreter(__file__)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@outside
 def test_kernels_compiled_for_hopper_wait_before_they_read_what_may_still_be_written(monkeypatch):
     """Without a GPU. A launch comes up while the one before still runs."""
     pytest.importorskip("triton")
@@ -88,7 +80,7 @@ def test_kernels_compiled_for_hopper_wait_before_they_read_what_may_still_be_wri
     assert before_the_wait(compiled["_apply_kernel"]) == loads, "x alone: the reduction makes g"
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@outside
 @pytest.mark.parametrize("pixels", [56, 7])
 def test_gates_compile_for_hopper_without_spilling(monkeypatch, pixels):
     pytest.importorskip("triton")

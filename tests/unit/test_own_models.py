@@ -73,6 +73,21 @@ class Spectrum(Network):
         return self.head(x - self.mean)
 
 
+class Centred(Network):
+    """With a running mean that has no variance, and a buffer whose elements share their memory."""
+
+    def __init__(self, classes):
+        super().__init__(classes)
+        self.register_buffer("running_mean", torch.zeros(128))
+        self.register_buffer("scale", torch.full((1,), 0.5).expand(128))
+
+    def forward(self, images):
+        x = self.body(images)
+        if self.training:
+            self.running_mean.lerp_(x.detach().mean(0).to(self.running_mean), 0.1)
+        return self.head((x - self.running_mean) * self.scale)
+
+
 class Encoder(nn.Module):
     """torch's transformer, which evaluates by other code than it trains with."""
 
@@ -176,6 +191,10 @@ class Nowhere(Network):
             super().__init__(classes)
 
 
+def parallel(classes):
+    return nn.DataParallel(Network(classes))
+
+
 def scripted(classes):
     return torch.jit.script(Network(classes))
 
@@ -187,7 +206,7 @@ def leaving(classes):
 @pytest.fixture(autouse=True)
 def own(monkeypatch):
     module = types.ModuleType("unusual")
-    kinds = [Network, *Network.__subclasses__(), Encoder, scripted, leaving]
+    kinds = [Network, *Network.__subclasses__(), Encoder, parallel, scripted, leaving]
     for kind in kinds:
         setattr(module, kind.__name__, kind)
     monkeypatch.setitem(sys.modules, "unusual", module)
@@ -204,7 +223,7 @@ def val_loss(folder: Path) -> float:
     return [row["val_loss"] for row in rows if row["event"] == "eval"][-1]
 
 
-NAMES = ("Twice", "Spectrum", "Encoder", "Volume", "Wide", "Half", "Double")
+NAMES = ("Twice", "Spectrum", "Centred", "Encoder", "Volume", "Wide", "Half", "Double")
 AVERAGED = {"averaging": "ema", "averaging_decay": 0.5}
 
 
@@ -255,6 +274,7 @@ def test_a_network_trains_resumes_and_is_exported_as_any_other(name, values, tmp
         ("Complex", {}, r"a parameter of Complex is torch.complex64"),
         ("Lazy", {}, "head is a LazyLinear, whose size is not known before its first batch"),
         ("Nowhere", {}, "body.0 is a Conv2d on torch's meta device"),
+        ("parallel", {}, "the network is a DataParallel; return the network inside of it"),
         ("scripted", {}, "which torch.jit has compiled"),
         ("leaving", {}, r"raised SystemExit: 3 \(in leaving, .*test_own_models.py:\d+\)"),
     ],
@@ -426,6 +446,13 @@ def test_a_probe_puts_buffers_back_that_forward_has_replaced():
     backward_order(network, lambda: network(torch.ones(2, 1, 8, 8)).sum().backward())
     assert network.mean is before
     assert torch.equal(before, torch.zeros(128))
+
+
+def test_a_probe_leaves_expanded_buffers_alone():
+    network = Centred(3)
+    assert len(backward_order(network, lambda: network(torch.ones(2, 1, 8, 8)).sum().backward())) == 6
+    assert torch.equal(network.running_mean, torch.zeros(128))
+    assert network.scale.stride() == (0,)
 
 
 class Attention(nn.Module):

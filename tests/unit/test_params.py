@@ -34,9 +34,7 @@ class Model(nn.Module):
 
 
 def kinds(model):
-    return {
-        name: kind_of(module, local, module.get_parameter(local)) for name, (module, local) in owners(model).items()
-    }
+    return {name: kind_of(module, module.get_parameter(local)) for name, (module, local) in owners(model).items()}
 
 
 def test_the_owner_type_decides_and_names_do_not():

@@ -1,22 +1,14 @@
-"""Batch norm + ReLU + max-pool, means of 2x2 pixels and the blur in kernels, by Triton's interpreter, against float64.
-
-The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
-has it; there the tests below do the work.
-"""
+"""Batch norm + ReLU + max-pool, means of 2x2 pixels and the blur in kernels, by the interpreter, against float64."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from interpreter import inside, outside, run_by_the_interpreter
 from pool_reference import ALEXNET, RESNET, check, make, reference, through_kernels
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
 if importlib.util.find_spec("triton"):
     from average_reference import check as check_means
     from average_reference import make as make_pixels
@@ -24,15 +16,12 @@ if importlib.util.find_spec("triton"):
     from hopper import compile_launches, spilled_bytes
 
 
-@pytest.mark.skipif(INTERPRETED, reason="starts the other process")
+@outside
 def test_kernels_by_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_by_the_interpreter(__file__)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@outside
 @pytest.mark.parametrize("name", ["_pool_kernel", "_pool_apply_kernel"])
 def test_kernels_compile_for_hopper_with_wide_accesses_and_no_shuffles(name):
     """Without a GPU: 16 bytes of x a thread, 8 of taps, dealt out alike, so that nothing goes through shared memory."""
@@ -56,7 +45,7 @@ def test_kernels_compile_for_hopper_with_wide_accesses_and_no_shuffles(name):
     assert "convert_layout" not in compiled.asm["ttgir"]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@outside
 def test_means_compile_for_hopper_with_wide_accesses(monkeypatch):
     """Without a GPU: four loads of 16 bytes and one store for each thread."""
     pytest.importorskip("triton")
@@ -70,7 +59,7 @@ def test_means_compile_for_hopper_with_wide_accesses(monkeypatch):
     assert spilled_bytes(ptx) == 0
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@outside
 @pytest.mark.parametrize("stride", [1, 2])
 def test_blurs_compile_for_hopper_with_wide_accesses(monkeypatch, stride):
     """Without a GPU: nine loads of 16 bytes, four for the gradient of a stride, and one store for each thread."""
@@ -88,7 +77,7 @@ def test_blurs_compile_for_hopper_with_wide_accesses(monkeypatch, stride):
     assert not compiled
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@outside
 def test_a_pool_before_a_blur_compiles_for_hopper_without_spilling(monkeypatch):
     """Without a GPU: with a stride of 1, nine windows lie over each pixel."""
     pytest.importorskip("triton")

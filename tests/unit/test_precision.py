@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from test_half_lars import SETTINGS
 from torch import nn
 
 from hyperbatch.arena import Arena
 from hyperbatch.errors import InputError
 from hyperbatch.optim import LARS, param_groups
-from hyperbatch.optim.lars import LarsSettings, lars_update
+from hyperbatch.optim.lars import lars_update
 from hyperbatch.optim.precision import LossScaler, working_dtype
 
 
@@ -119,19 +122,7 @@ def test_lars_in_fp16_stalls_where_ours_converges():
     def loss_of(weight):
         return (inputs @ weight.float() - target).pow(2).mean().item()
 
-    h = LarsSettings(
-        lr=0.02,
-        momentum=0.9,
-        weight_decay=0.0,
-        trust_coefficient=0.001,
-        eps=0.0,
-        nesterov=False,
-        trust_clip=False,
-        momentum_rule="lr_inside",
-        decoupled_weight_decay=False,
-        maximize=False,
-        adapt=True,
-    )
+    h = replace(SETTINGS, lr=0.02, weight_decay=0.0, trust_coefficient=0.001)
     weight, buffer = start.half(), torch.zeros_like(start).half()
     param = nn.Parameter(start.half())
     optimizer = LARS([param], lr=0.02)

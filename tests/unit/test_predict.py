@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -231,6 +232,17 @@ def test_mistakes_are_one_line(flowers, tmp_path, capsys):
         assert told in captured.err
         assert captured.err.count("\n") == 1
         assert captured.out.count("\n") == (1 if code == 1 else 0)
+
+
+def test_an_evaluation_says_which_classes_differ(flowers, tmp_path, capsys):
+    shutil.copytree(flowers[0] / "data", tmp_path / "data")
+    for split in ("train", "val"):
+        (tmp_path / "data" / split / "rose").rename(tmp_path / "data" / split / "poppy")
+    assert main(["eval", str(flowers[0] / "run"), "--data", str(tmp_path / "data"), "--device", "cpu"]) == 2
+    told = (
+        "differ from those of the checkpoint (only in the checkpoint: rose; only in the data set: poppy); check --data"
+    )
+    assert told in capsys.readouterr().err
 
 
 def test_the_data_of_a_run_is_found_from_any_folder(flowers, tmp_path, monkeypatch, capsys):

@@ -1,20 +1,14 @@
-"""Batch norm of a 1x1 convolution from the moments of its input, by Triton's interpreter, against float64 torch.
-
-The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
-has it; there the tests below do the work.
-"""
+"""Batch norm of a 1x1 convolution from the moments of its input, by Triton's interpreter, against float64 torch."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from hopper import before_the_wait, compile_launches
+from interpreter import inside, outside, run_by_the_interpreter
 from product_reference import check, column_sums, make, nans, new_norm, reference, statistics_errors, through_kernels
 from torch import nn
 
@@ -22,21 +16,16 @@ if importlib.util.find_spec("triton"):
     from hyperbatch.kernels import norm as kernels
     from hyperbatch.kernels.norm import moments, product, tiles
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
 SUMS = 1e-6  # a few hundred rows, added one by one
 # fp16 alone: the interpreter knows no products of bf16.
 
 
-@pytest.mark.skipif(INTERPRETED, reason="starts the other process")
+@outside
 def test_kernels_by_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_by_the_interpreter(__file__)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@outside
 @pytest.mark.parametrize("c", [16, 128, 256])
 def test_kernels_compile_for_hopper(c, monkeypatch):
     """Without a GPU: what the interpreter lets pass, and the large products on its tensor cores, 16 bytes a thread."""

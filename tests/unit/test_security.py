@@ -18,6 +18,7 @@ from hyperbatch import memory
 from hyperbatch.cli import main
 from hyperbatch.config import Config
 from hyperbatch.data import decode, folders
+from hyperbatch.data.layouts.archives import open_archive
 from hyperbatch.data.source import BadSample
 from hyperbatch.durable import replace_text
 from hyperbatch.engine import evaluate, loop
@@ -170,6 +171,9 @@ def test_an_archive_that_unpacks_to_more_than_fits_is_refused(tmp_path, monkeypa
         pytest.raises(InputError, match=r"train.tar.gz unpacks to more than 2 MiB, half of the"),
     ):
         folders.read_into_memory(file, path)
+    for opened in (lambda: folders.TarSource([path], "train"), lambda: open_archive(path)):
+        with pytest.raises(InputError, match=r"^\S+train.tar.gz unpacks to more .* free memory; unpack it first$"):
+            opened()
     monkeypatch.setattr(folders, "free_host_memory_bytes", memory.free_host_memory_bytes)
     assert folders.read_into_memory(io.BytesIO(b"abc" * 1000), path) == b"abc" * 1000
 

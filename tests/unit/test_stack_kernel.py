@@ -1,24 +1,19 @@
 """Gradients of queries, keys and values side by side, with their column sums, by Triton's interpreter.
 
-The interpreter is chosen by an environment variable at import: test_add_norm_kernel.py starts a process that has it,
-and there the tests below do the work.
+test_add_norm_kernel.py starts the process with the interpreter.
 """
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from hopper import compile_launches, registers, spilled_bytes
+from interpreter import inside, outside
 
 from hyperbatch.models.heads import stack_heads
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
 
-
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@outside
 def test_the_kernel_compiles_for_hopper_with_wide_accesses(monkeypatch):
     pytest.importorskip("triton")
     from hyperbatch.kernels import gelu, stack

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from hopper import compile_launches
+from interpreter import inside, outside, run_by_the_interpreter
 from PIL import Image, ImageEnhance, ImageOps
 
 from hyperbatch.config import BatchPhase, Config, DataConfig
@@ -27,9 +25,6 @@ from hyperbatch.data.trivial import OPERATIONS, STRENGTHS, Drawn
 from hyperbatch.errors import InputError
 from hyperbatch.schedule import resolve_phases, steps
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
-outside = pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
 CPU = torch.device("cpu")
 NAMES = list(OPERATIONS)
 CONFIG = DataConfig(image_size=16, eval_size=16, augment="shift", shift_pixels=2, auto_augment="trivial")
@@ -37,10 +32,7 @@ CONFIG = DataConfig(image_size=16, eval_size=16, augment="shift", shift_pixels=2
 
 @outside
 def test_the_device_path_by_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_by_the_interpreter(__file__)
 
 
 def photos(channels=3, height=24, width=31):

@@ -1,19 +1,13 @@
-"""Max-pool, norm and smooth activations in kernels, and the whole fused network, by Triton's interpreter.
-
-The interpreter is chosen by an environment variable at import, so this file runs itself once more in a process that
-has it; there the tests below do the work.
-"""
+"""Max-pool, norm and smooth activations in kernels, and the whole fused network, by Triton's interpreter."""
 
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from hopper import compile_launches, spilled_bytes
+from interpreter import inside, outside, run_by_the_interpreter
 from torch import nn
 from torch.nn import functional as F
 from unit_reference import check, check_conv, make, make_conv
@@ -22,19 +16,13 @@ from hyperbatch.models import create_model
 from hyperbatch.models.fused import why_not_fused
 from hyperbatch.models.whitenet import ConvGroup
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-inside = pytest.mark.skipif(not INTERPRETED, reason="runs in the process with Triton's interpreter")
 
-
-@pytest.mark.skipif(INTERPRETED, reason="starts the other process")
+@outside
 def test_kernels_by_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_by_the_interpreter(__file__)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@outside
 def test_kernels_compile_for_hopper_with_wide_accesses(monkeypatch):
     pytest.importorskip("triton")
     from hyperbatch.kernels import norm as kernels
@@ -62,7 +50,7 @@ def test_kernels_compile_for_hopper_with_wide_accesses(monkeypatch):
     assert "st.global.v4.b32" in compiled["_whiten_kernel"]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@outside
 @pytest.mark.parametrize("channels", [128, 384, 512])
 def test_the_units_of_the_deep_network_spill_no_registers(monkeypatch, channels):
     """With a shortcut, and with wide accesses for a number of channels that is no power of two, too."""
@@ -87,7 +75,7 @@ def test_the_units_of_the_deep_network_spill_no_registers(monkeypatch, channels)
         assert spilled_bytes(ptx) == 0, name
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter does not compile")
+@outside
 @pytest.mark.parametrize(
     ("inputs", "k", "outputs", "dtype"),
     [

@@ -10,7 +10,6 @@ The process knows nothing about data sets. It ends when its pipe is closed, even
 from __future__ import annotations
 
 import contextlib
-import functools
 import mmap
 import os
 import sys
@@ -20,16 +19,28 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from hyperbatch.data.decode import decode_full, frame_left_to_gpu, raw_header_bytes
-from hyperbatch.data.source import BadSample, Location
+from hyperbatch.data.source import BadSample, Location, max_open_files
 
 # Columns of the reply: what was read, its offset in the slab, a file's bytes, the size in pixels, `JpegFrame.kind`.
 WHAT, OFFSET, BYTES, WIDTH, HEIGHT, KIND = range(6)
 FILE, PIXELS, FAILED = 0, 1, 2  # what was read: bytes for the GPU's decoder, pixels, neither
 
 
-@functools.lru_cache(maxsize=256)
-def _descriptor(path: str) -> int:
-    return os.open(path, os.O_RDONLY)
+_open: dict[str, int] = {}  # path -> descriptor
+
+
+def _pread(path: str, room: memoryview, offset: int) -> int:
+    """Reads a part of a file, which stays open unless too many others are. A set may have thousands of shards."""
+    descriptor = _open.get(path)
+    if descriptor is None:
+        descriptor = os.open(path, os.O_RDONLY)
+        if len(_open) < max_open_files():
+            _open[path] = descriptor
+    try:
+        return os.preadv(descriptor, [room], offset)
+    finally:
+        if path not in _open:
+            os.close(descriptor)
 
 
 def _read(where: Location, room: memoryview) -> int:
@@ -42,7 +53,7 @@ def _read(where: Location, room: memoryview) -> int:
             if length == len(room):
                 raise BadSample("no room")
     else:
-        length = os.preadv(_descriptor(where.path), [room[: where.length]], where.offset)
+        length = _pread(where.path, room[: where.length], where.offset)
         if length != where.length:
             raise BadSample("cut off, or no room")
     if where.crc32 >= 0 and zlib.crc32(room[:length]) != where.crc32:

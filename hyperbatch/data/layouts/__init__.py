@@ -21,15 +21,16 @@ from hyperbatch.data.layouts.found import TEST, TRAIN, VAL_NAMES, Found, check_a
 from hyperbatch.data.layouts.imagenet import imagenet_tars, imagenet_tree
 from hyperbatch.data.layouts.parquet import parquet
 from hyperbatch.data.layouts.tables import SUFFIXES as TABLES
-from hyperbatch.data.layouts.tables import only_table, table_file, tables
+from hyperbatch.data.layouts.tables import only_table, split_table, table_file, tables
 from hyperbatch.data.layouts.trees import image_folder, tiny_imagenet
 from hyperbatch.data.layouts.webdataset import webdataset
 from hyperbatch.data.remote.store import Address
-from hyperbatch.data.shards import MANIFEST, ShardSource, holds_plan, read_manifest
+from hyperbatch.data.shards import ShardSource, holds_packed, read_manifest
 from hyperbatch.data.source import ArraySource, EncodedSource, check_same_classes
 from hyperbatch.errors import InputError
 
 PACKED = "shards"  # the kind of a packed set, whose splits share one list of classes
+_SPLITS = (TRAIN, *VAL_NAMES, TEST)
 _MAX_INNER = 32  # the most subfolders that are searched for a set
 
 
@@ -62,6 +63,9 @@ def recognise(path: Path | Address) -> Found:
         raise InputError(f"{path} is neither a folder nor a supported file ({kinds}); see docs/data.md")
     tree = FolderTree(path)
     if any(is_image(name) for folder in tree.folders()[:_MAX_INNER] for name in tree.within(folder).files()):
+        above, name = path.absolute().parent, path.absolute().name
+        if name in _SPLITS and sum((above / name).is_dir() for name in _SPLITS) > 1:
+            raise InputError(f"{path} is only one split of the data set; use --data {above}")
         raise InputError(
             f"{path} has class folders but no train/ and val/ folders; move each CLASS/ to {path}/train/CLASS/, and "
             f"about a fifth of its images to {path}/val/CLASS/"
@@ -90,7 +94,7 @@ def _at_address(address: Address) -> Found:
 
 def _packed(folder: Path) -> Found | None:
     # An interrupted pack has no manifest yet. Without this check, its shards would be read as a smaller WebDataset.
-    if not (folder / MANIFEST).exists() and not holds_plan(folder):
+    if not holds_packed(folder):
         return None
     manifest = read_manifest(folder)
     return Found(
@@ -121,16 +125,17 @@ def _folder_tree(folder: Path) -> Found | None:
 
 
 def _any_folder_tree(folder: Path) -> Found | None:
-    """Recognises a tree that no other layout recognised. Opening it reports what is missing."""
-    return _image_tree(FolderTree(folder))
+    """Recognises a tree that no other layout recognised, such as flat train/ and val/ folders. Without a table of their
+    labels, opening it reports what is missing."""
+    found = _image_tree(FolderTree(folder))
+    return found and (split_table(folder) or found)
 
 
 def _tars(folder: Path) -> Found | None:
     """SPLIT*.tar with members SPLIT/CLASS/.../FILE."""
-    names = (TRAIN, *VAL_NAMES, TEST)
     files: dict[str, list[Path]] = {}
-    for path in tar_paths(folder, names):
-        files.setdefault(max((name for name in names if path.name.startswith(name)), key=len), []).append(path)
+    for path in tar_paths(folder, _SPLITS):
+        files.setdefault(max((name for name in _SPLITS if path.name.startswith(name)), key=len), []).append(path)
     val = val_name(files, folder)
     if TRAIN not in files and val is None:
         return None
@@ -209,19 +214,22 @@ def _is_class_folder(tree: FolderTree) -> bool:
 
 def _further_down(folder: Path) -> Found | None:
     """Recognises the only set that the folder holds, in a subfolder or an archive."""
-    tree, splits = FolderTree(folder), (TRAIN, *VAL_NAMES, TEST)
-    names = [name for name in tree.folders() if name not in (*splits, "lost+found")]
+    tree = FolderTree(folder)
+    names = [name for name in tree.folders() if name not in (*_SPLITS, "lost+found")]
     # A larger number of folders are class folders, and listing them would be wasted time.
     names = [name for name in names if not _is_class_folder(tree.within(name))] if len(names) <= _MAX_INNER else []
-    # A set that was made from an image folder, such as packed shards, may lie next to it, so folders are tried first.
-    for layouts in ((_folder_tree,), _OF_SETS):
+
+    def only(layouts: tuple[Layout, ...]) -> Found | None:
         answers = ((layout(folder / name) for layout in layouts) for name in names)
         inner = [found for each in answers if (found := next(filter(None, each), None)) is not None]
         if len(inner) > 1:
             named = ", ".join(found.where for found in inner)
             raise InputError(f"{folder} holds several data sets: {named}; give --data one of them")
-        if inner:
-            return inner[0]
+        return inner[0] if inner else None
+
+    # A set that was made from an image folder, such as packed shards, may lie next to it, so folders are tried first.
+    if found := only((_folder_tree,)) or split_table(folder) or only(_OF_SETS):
+        return found
     files = [folder / name for name in tree.files() if name.endswith(archives.SUFFIXES)]
     if len(files) > 1:
         named = ", ".join(path.name for path in files)

@@ -10,6 +10,7 @@ import gzip
 import io
 import lzma
 import os
+import stat
 import struct
 import tarfile
 import zipfile
@@ -21,7 +22,15 @@ from typing import IO, NamedTuple, cast
 import numpy as np
 
 from hyperbatch.data import kept
-from hyperbatch.data.folders import Listed, decoded, is_image, names_below_classes, path_parts, read_into_memory
+from hyperbatch.data.folders import (
+    Listed,
+    check_readable,
+    decoded,
+    is_image,
+    names_below_classes,
+    path_parts,
+    read_into_memory,
+)
 from hyperbatch.data.source import BadSample, EncodedSource, Location, max_open_files
 from hyperbatch.data.tars import plain_files
 from hyperbatch.errors import InputError
@@ -33,7 +42,8 @@ _HEADER_MAGIC, _HEADER_BYTES = b"PK\3\4", 30  # header of a zip's member, withou
 _TRAILER_BYTES = 24  # the most bytes that may follow a member's data
 _MOST_INFLATED = 1032  # the largest compression ratio of deflate
 _UTF8 = 0x800  # the flag of a zip's member that says that its name is in UTF-8
-_WINDOWS = 0  # the system that made the zip
+_WINDOWS, _UNIX = 0, 3  # the system that made the zip
+_UNIX_MODE = 16  # place of a file's mode in the attributes that Unix writes
 _ZIP_COLUMNS = {"size", "crc32", "deflated"}  # columns of MEMBER that only zips have
 
 MEMBER = np.dtype(
@@ -225,6 +235,7 @@ class ArchiveTree:
 def open_archive(path: Path) -> ArchiveTree:
     """Opens a tar or zip. Raises InputError if it cannot be read in the format that its name says."""
     if path.name.endswith(".zip"):
+        check_readable(path)
         content = Content(path, path)
         index = kept.indexed(path, "members of a zip", lambda: _zip_members(content))
     else:
@@ -260,6 +271,7 @@ def tar_content(path: Path) -> Content:
             while chunk := archive.read(_CHUNK_BYTES):
                 file.write(chunk)
 
+    check_readable(path)
     try:
         if path.name.endswith(".tar"):
             return Content(path, path)
@@ -270,6 +282,8 @@ def tar_content(path: Path) -> Content:
         with unpacked() as archive:
             return Content(path, read_into_memory(archive, path))
     except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
+        if isinstance(error, InputError):
+            raise
         raise InputError(f"{path} cannot be read: {error}; fetch or write it again") from error
 
 
@@ -353,22 +367,24 @@ def _zip_members(content: Content) -> kept.Arrays:
     stored = [member.orig_filename.encode("utf-8" if member.flag_bits & _UTF8 else "cp437") for member in members]
     places = _behind_headers(content, stored, members)
     spans = [(place, member.compress_size) for place, member in zip(places, members, strict=True)]
-    return {
+    is_file = np.array([not stat.S_ISLNK(member.external_attr >> _UNIX_MODE) for member in members], dtype=bool)
+    columns = {
         "names": np.array([os.fsencode(_zip_name(*both)) for both in zip(members, stored, strict=True)], dtype=bytes),
         "spans": np.array(spans, dtype=np.int64).reshape(-1, 2),
         "size": np.array([member.file_size for member in members], dtype=np.int64),
         "crc32": np.array([member.CRC for member in members], dtype=np.int64),
         "deflated": np.array([member.compress_type == zipfile.ZIP_DEFLATED for member in members], dtype=bool),
     }
+    return {name: column[is_file] for name, column in columns.items()}
 
 
 def _zip_name(member: zipfile.ZipInfo, stored: bytes) -> str:
-    """Returns the member's name as unzip reads it. Finder and zip write UTF-8 without setting the flag, and old Windows
-    programs write backslashes."""
+    """Returns the member's name as unzip reads it. Finder and zip write UTF-8 without setting the flag, zip writes the
+    bytes of any other name on Unix, and old Windows programs write backslashes."""
     name = member.filename
     if not member.flag_bits & _UTF8:
         with contextlib.suppress(UnicodeDecodeError):
-            name = stored.decode()
+            name = stored.decode(errors="surrogateescape" if member.create_system == _UNIX else "strict")
     return name.replace("\\", "/") if member.create_system == _WINDOWS else name
 
 

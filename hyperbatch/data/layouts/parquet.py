@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 
 from hyperbatch.data import kept
-from hyperbatch.data.folders import Listed
+from hyperbatch.data.folders import Listed, check_readable
 from hyperbatch.data.layouts.archives import Content, MemberSource, plain_rows
 from hyperbatch.data.layouts.found import (
     TRAIN,
@@ -39,13 +39,27 @@ _BATCH_ROWS = 64
 _FORMATS = ((b"\xff\xd8\xff", "jpg"), (b"\x89PNG", "png"), (b"RIFF", "webp"), (b"BM", "bmp"), (b"II*", "tif"))
 
 
+class ParquetSource(MemberSource):
+    """The unpacked images of a split. Messages name their parquet files and not the file in the cache."""
+
+    def __init__(self, listed: Listed, content: Content, index: kept.Arrays, files: list[Path]) -> None:
+        rows = plain_rows(index["spans"])
+        rows["crc32"] = index["crc32"]
+        super().__init__(listed, [content], rows)
+        self._files, self._parts = files, index["parts"]
+
+    def describe(self, index: int) -> str:
+        part = self._parts[index]
+        return f"{self._files[part]} row {index - int(np.searchsorted(self._parts, part))}"
+
+
 def parquet(folder: Path) -> Found | None:
     files = files_by_split(folder, (".parquet",))
     if not files:
         return None
     val = val_name(files, folder)
 
-    def opened(split: str) -> MemberSource:
+    def opened(split: str) -> ParquetSource:
         content, index = _unpacked(check_all_parts(files[split]))
         names = _class_names(files[split][0])
         texts = [text.decode() for text in index["labels"].tolist()]
@@ -55,12 +69,10 @@ def parquet(folder: Path) -> Found | None:
             known = _unpacked(files[TRAIN])[1]["labels"] if TRAIN in files and split != TRAIN else index["labels"]
             classes = classes_of([text.decode() for text in np.unique(known).tolist()])
             labels = numbered(texts, classes, f"the {split} set in {folder}")
-        rows = plain_rows(index["spans"])
-        rows["crc32"] = index["crc32"]
         # The paths contain the checksums, by which a resumed run identifies the samples.
         kinds = zip(index["crc32"].tolist(), index["formats"].tolist(), strict=True)
         paths = [f"{row:09d}-{crc32:08x}.{kind.decode()}" for row, (crc32, kind) in enumerate(kinds)]
-        return MemberSource(Listed(split, classes, labels, paths), [content], rows)
+        return ParquetSource(Listed(split, classes, labels, paths), content, index, files[split])
 
     return Found(
         kind="parquet",
@@ -82,6 +94,8 @@ def _pyarrow() -> Any:
 
 
 def _unpacked(files: list[Path]) -> tuple[Content, kept.Arrays]:
+    for file in files:
+        check_readable(file)
     name = f"parquet-{kept.INDEX_VERSION}-{kept.state_of(files)[:16]}.images"
     path = kept.made_once(name, lambda file: _unpack(files, file))
     if path is None:
@@ -93,23 +107,27 @@ def _unpacked(files: list[Path]) -> tuple[Content, kept.Arrays]:
     try:
         (start,) = struct.unpack("<Q", content.read(content.length - 8, 8))
         with np.load(io.BytesIO(content.read(start, content.length - 8 - start)), allow_pickle=False) as index:
-            return content, {key: index[key] for key in ("spans", "labels", "crc32", "formats")}
+            return content, {key: index[key] for key in ("spans", "labels", "crc32", "formats", "parts")}
     except Exception as error:  # the file was damaged after it was written
         raise InputError(f"{path} is damaged: {error}; delete it, and the next run writes it again") from error
 
 
 def _unpack(files: list[Path], out: IO[bytes]) -> None:
-    spans, labels, checksums, formats, place = [], [], [], [], 0
-    for path in files:
+    spans, labels, checksums, formats, parts, place = [], [], [], [], [], 0
+    for part, path in enumerate(files):
         for row, (data, value) in enumerate(_rows(path)):
             label = label_text(value)
             if not isinstance(data, bytes) or label is None:
-                raise InputError(f"{path} row {row} has no image or no label inside; write the file with them")
+                raise InputError(
+                    f"{path} row {row} has no image or no label (a text or a whole number) inside; "
+                    "write the file with them"
+                )
             out.write(data)
             spans.append((place, len(data)))
             labels.append(label.encode())
             checksums.append(zlib.crc32(data))
             formats.append(next((kind for magic, kind in _FORMATS if data.startswith(magic)), "bin"))
+            parts.append(part)
             place += len(data)
     if not spans:
         raise InputError(f"{files[0]} holds no images; fetch it again")
@@ -123,6 +141,7 @@ def _unpack(files: list[Path], out: IO[bytes]) -> None:
         labels=np.array(labels),
         crc32=np.array(checksums, dtype=np.int64),
         formats=np.array([kind.encode() for kind in formats]),
+        parts=np.array(parts, dtype=np.int32),
     )
     out.write(index.getvalue() + struct.pack("<Q", place))
 

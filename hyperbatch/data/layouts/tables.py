@@ -10,7 +10,7 @@ import functools
 import io
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ SUFFIXES = (".csv", ".tsv", ".jsonl")
 _PATHS = ("path", "file", "filename", "file_name", "filepath", "file_path", "image", "image_path", "img")
 _LABELS = ("label", "class", "class_name", "category", "target")
 _SPLIT = "split"
+_LINE_CHARACTERS = 1 << 20  # the most that are read of a first line; it may be a whole file
 
 
 class _Row(NamedTuple):
@@ -51,10 +52,36 @@ def tables(folder: Path) -> Found | None:
 
 
 def only_table(folder: Path) -> Found | None:
-    """Recognises a single table with a split column."""
-    names = (name for name in FolderTree(folder).files() if name.endswith(SUFFIXES))
-    files = [folder / name for name in names]
-    return _with_splits(files[0]) if len(files) == 1 else None
+    """Recognises a single table. Opening one without a split column reports that."""
+    path = _only_file(folder)
+    return None if path is None else _with_splits(path)
+
+
+def split_table(folder: Path) -> Found | None:
+    """Recognises a single table whose first line has a path, a label and a split. Other tables, such as a list of class
+    names, may lie next to a data set."""
+    path = _only_file(folder)
+    try:
+        if path is None or _columns(path, _first_names(path))[2] is None:
+            return None
+    except (OSError, ValueError, RecursionError, csv.Error):
+        return None
+    return _with_splits(path)
+
+
+def _only_file(folder: Path) -> Path | None:
+    files = [name for name in FolderTree(folder).files() if name.endswith(SUFFIXES)]
+    return folder / files[0] if len(files) == 1 else None
+
+
+def _first_names(path: Path) -> list[str]:
+    """Returns the names of the columns in the table's first line."""
+    with open(path, encoding="utf-8-sig") as file:
+        line = file.readline(_LINE_CHARACTERS)
+    if path.suffix != ".jsonl":
+        return _lowered(next(csv.reader([line], delimiter=_separator(path, line)), []))
+    fields = json.loads(line)
+    return _lowered(fields) if isinstance(fields, dict) else []
 
 
 def table_file(path: Path) -> Found | None:
@@ -104,7 +131,6 @@ def _with_splits(path: Path) -> Found:
 def _found(where: Path, rows_of: Any, has_train: bool, val: str | None, missing: Callable[[str], str]) -> Found:
     def opened(split: str) -> FolderSource:
         path, rows = rows_of(split)
-        labels_of(((row.path, row.label) for row in rows), path)
         labels = [row.label for row in (rows_of(TRAIN)[1] if has_train else rows)]
         classes = classes_of(labels)
         first = path.parent / rows[0].path
@@ -132,30 +158,31 @@ def _rows(path: Path) -> list[_Row]:
     rows = _json_rows(path, text) if path.suffix == ".jsonl" else _csv_rows(path, text)
     if not rows:
         raise InputError(f"{path} names no images; give each a line with its path and label")
+    labels_of(((row.path, row.label) for row in rows), path)
     return rows
 
 
 def _csv_rows(path: Path, text: str) -> list[_Row]:
-    first = text.partition("\n")[0]
-    # Excel separates by semicolons in countries with decimal commas, and writes empty rows for rows that were cleared.
-    between = "\t" if path.suffix == ".tsv" else next((sign for sign in ",;\t" if sign in first), ",")
+    # strict: otherwise, a quotation mark that is not closed takes the rows up to the next one for one field.
+    reader = csv.reader(io.StringIO(text), delimiter=_separator(path, text.partition("\n")[0]), strict=True)
     try:
-        lines = [line for line in csv.reader(io.StringIO(text), delimiter=between) if any(map(str.strip, line))]
+        # Excel writes empty rows for rows that were cleared.
+        lines = [(reader.line_num, line) for line in reader if any(map(str.strip, line))]
     except csv.Error as error:
-        raise InputError(f"{path} is not a table: {error}; write it again") from error
+        raise InputError(f"{path} is not a table: {error} in line {reader.line_num}; write it again") from error
     if not lines:
         return []
-    header = [name.strip().lower() for name in lines[0]]
-    if len(header) == 2 and is_image(os.path.basename(lines[0][0])):
-        columns, body, start = (0, 1, None), lines, 1
-    else:
-        columns, body, start = _columns(path, header), lines[1:], 2
+    first, header = lines[0][1], _lowered(lines[0][1])
+    is_named = len(header) != 2 or not is_image(os.path.basename(first[0]))
+    columns = _columns(path, header) if is_named else (0, 1, None)
     rows = []
-    for number, line in enumerate(body, start=start):
+    for number, line in lines[is_named:]:
         if len(line) != len(header):
             raise InputError(f"{path} line {number} has {len(line)} fields, not {len(header)}; correct it")
-        if start == 2 and [name.strip().lower() for name in line] == header:
+        if is_named and _lowered(line) == header:
             raise InputError(f"{path} line {number} repeats the names of the columns; remove it")
+        if "\n" in line[columns[0]]:
+            raise InputError(f"{path} line {number} ends a path with a line break in it; correct its quotation marks")
         rows.append(_row(path, number, *(None if place is None else line[place] for place in columns)))
     return rows
 
@@ -171,18 +198,26 @@ def _json_rows(path: Path, text: str) -> list[_Row]:
             raise InputError(f"{path} line {number} is not JSON: {error}; correct it") from error
         if not isinstance(fields, dict):
             raise InputError(f"{path} line {number} is not a JSON object; write one with path and label")
-        fields = {name.lower(): value for name, value in fields.items()}
-        places = _columns(path, list(fields))
+        places = _columns(path, _lowered(fields))
         values = list(fields.values())
         rows.append(_row(path, number, *(None if place is None else values[place] for place in places)))
     return rows
+
+
+def _separator(path: Path, line: str) -> str:
+    """Returns what separates the columns. Excel uses semicolons in countries with decimal commas."""
+    return "\t" if path.suffix == ".tsv" else next((sign for sign in ",;\t" if sign in line), ",")
+
+
+def _lowered(names: Iterable[str]) -> list[str]:
+    return [name.strip().lower() for name in names]
 
 
 def _columns(path: Path, header: list[str]) -> tuple[int, int, int | None]:
     """Returns the columns of the path, the label and the split."""
     places = []
     for what, names in (("path", _PATHS), ("label", _LABELS)):
-        found = [header.index(name) for name in names if name in header]
+        found = [place for place, name in enumerate(header) if name in names]
         if len(found) != 1:
             problem = "no" if not found else "more than one"
             raise InputError(f"{path} has {problem} {what} column; name exactly one of its columns {what!r}")
@@ -193,7 +228,9 @@ def _columns(path: Path, header: list[str]) -> tuple[int, int, int | None]:
 def _row(path: Path, number: int, file: Any, label: Any, split: Any) -> _Row:
     text = label_text(label)
     if not isinstance(file, str) or not file.strip() or text is None:
-        raise InputError(f"{path} line {number} has no path or no label; correct or remove it")
+        raise InputError(
+            f"{path} line {number} has no path or no label (a text or a whole number); correct or remove it"
+        )
     if "\0" in file or not can_be_printed(file):
         raise InputError(f"{path} line {number} has a path that no file can have; correct or remove it")
     return _Row(number, file.strip(), text, split.strip().lower() if isinstance(split, str) else None)

@@ -127,7 +127,8 @@ def _samples(content: Content) -> Iterator[tuple[bytes, tuple[int, int], bytes]]
         label = _label(content, parts)
         if label is None:
             raise InputError(
-                f"{content.path}: sample {key!r} has no .cls, and no label in its .json; label it or remove it"
+                f"{content.path}: sample {key!r} has no .cls, and no label in its .json (a text or a whole number); "
+                "label it or remove it"
             )
         yield os.fsencode(image[0]), image[1:], label
 

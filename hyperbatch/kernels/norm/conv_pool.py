@@ -20,8 +20,7 @@ gradient handles the two pixels of z in a line together, so it needs 12 tiles of
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -292,7 +291,7 @@ def can_take(x: Tensor, conv: nn.Conv2d) -> bool:
 
 
 def conv_pool_statistics(
-    x: Tensor, conv: nn.Conv2d, norm: nn.BatchNorm2d, counters: Tensor, *, local: bool = False, tile: Tile | None = None
+    x: Tensor, conv: nn.Conv2d, norm: nn.BatchNorm2d, counters: Tensor, *, local: bool = False
 ) -> tuple[Pooled, Tensor]:
     """Returns the pooled conv(x) and the coef of its norm. Updates the running statistics (not the count of batches).
 
@@ -303,7 +302,7 @@ def conv_pool_statistics(
     p = torch.empty((n, c, h // 2, w // 2), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     tap = torch.empty_like(p, dtype=torch.uint8)
     m, _ = matrix(p)
-    tiling = (tile or FORWARD).of(m, c)
+    tiling = FORWARD.of(m, c)
     part, coef = x.new_empty(2, tiling.programs, c, dtype=torch.float32), new_coef(norm)
     own = m, c, tiling.rows_per_program, h, w
     _conv_pool_kernel[tiling.grid](
@@ -333,13 +332,11 @@ def weight_gradient_from_pooled(
     act: int,
     x: Tensor,
     dw: Tensor,
-    *,
-    tile: Tile | None = None,
 ) -> Tensor:
     """Fills dw, the gradient of the convolution's weight, from that of y = act(norm(p)); the same bits each time."""
     _, k, h, w = x.shape
     m, c = matrix(dy)
-    tiling = (tile or BACKWARD).of(m, c)
+    tiling = BACKWARD.of(m, c)
     part = x.new_empty(tiling.programs, c, FILTER_TAPS.value, k, dtype=torch.float32)
     own = m, c, tiling.rows_per_program, h, w
     _weight_gradient_kernel[tiling.grid](dy, *pooled, coef, back, x, part, *own, K=k, ACT=act, **tiling.in_stages)

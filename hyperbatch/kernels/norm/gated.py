@@ -17,8 +17,7 @@ the last program are kept. Reference: torch.batch_norm, mean, mul, add, relu.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -8,9 +8,6 @@
 Reference: float64 sums in tests/product_reference.py. Partials are summed in a fixed order: the same bits every time.
 """
 
-# Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false
 from __future__ import annotations
 
 from dataclasses import dataclass

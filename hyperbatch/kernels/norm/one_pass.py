@@ -8,8 +8,7 @@ adds up all sums that it needs.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Sequence

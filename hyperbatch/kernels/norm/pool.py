@@ -19,8 +19,7 @@ equal values of x both take the first. A window whose maximum the ReLU set to 0 
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportOptionalMemberAccess=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from dataclasses import dataclass

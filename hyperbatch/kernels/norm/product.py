@@ -22,9 +22,6 @@ The norm therefore uses z before it is rounded to 16 bits. Reference: `two_pass`
 compare both with float64. Partials are summed in a fixed order, so the bits are always the same.
 """
 
-# Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false
 from __future__ import annotations
 
 from dataclasses import dataclass

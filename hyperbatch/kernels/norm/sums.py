@@ -9,8 +9,7 @@ explains the tuples among the arguments.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -11,8 +11,7 @@ Some arguments of the functions below are tuples, with the same order everywhere
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import functools

@@ -4,8 +4,7 @@
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from collections.abc import Sequence

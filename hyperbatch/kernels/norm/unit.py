@@ -18,8 +18,7 @@ row-major order; of equal values it is the first, as in torch.
 """
 
 # Triton's decorator hides the parameters of kernels from the type checker.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -378,7 +377,7 @@ class Peak(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dpeak: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, dpeak: Tensor) -> Tensor:
         (tap,) = ctx.saved_tensors
         n, c, h, w = ctx.shape
         dy = torch.empty(ctx.shape, dtype=dpeak.dtype, device=dpeak.device, memory_format=torch.channels_last)
