@@ -111,6 +111,9 @@ def _export(args: argparse.Namespace) -> int:
     from hyperbatch.export import EXPORTS
 
     output = Path(args.output) if args.output else None
+    named = output.suffix.removeprefix(".") if output else ""
+    if named in EXPORTS and named != args.format:
+        raise InputError(f"--output {output}: --format {args.format} writes no .{named} file; add --format {named}")
     trust = {"trust_code": args.trust_code} if args.format == "onnx" else {}  # the other formats do not build the model
     path = EXPORTS[args.format](Path(args.run), output, averaged=args.weights == "averaged", **trust)
     show(args, {"weights": str(path)}, f"weights: {path}")

@@ -16,6 +16,8 @@ from hyperbatch.errors import InputError, nearest
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = build_parser()
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
     _check_verb(arguments, parser.verbs)
     if arguments[:1] == ["train"]:
         arguments = translated(arguments)

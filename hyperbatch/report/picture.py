@@ -210,6 +210,8 @@ def _file(drawn: list[Html], width: float, height: float, words: str) -> str:
 
 def write_picture(path: Path, picture: str) -> None:
     """Writes a picture to the user's file. InputError if it cannot be written."""
+    if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".pdf"):
+        raise InputError(f"{path}: pictures are written as SVG; use the suffix .svg")
     try:
         path.write_text(picture, encoding="utf-8")
     except OSError as error:

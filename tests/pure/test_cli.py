@@ -191,6 +191,11 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "--learning-rate", "fast"], "--lr: 'fast' is not a number"),
         (["doctor", "--nproc", "2"], "--nproc is the number of processes for --collectives; add --collectives"),
         (["eval", "nowhere"], "nowhere does not exist; give the folder of a run, a checkpoint or an exported model"),
+        (
+            ["export", "nowhere", "--output", "model.onnx"],
+            "--output model.onnx: --format safetensors writes no .onnx file; add --format onnx",
+        ),
+        (["simulate", "digits", "--plot", "time.png"], "time.png: pictures are written as SVG; use the suffix .svg"),
         (["bench", "gpu"], "argument PART: invalid choice: 'gpu'"),
         (["report", "nowhere"], "nowhere is not a run folder"),
         (["watch", ".", "--once"], "has neither record.json nor metrics.jsonl"),
@@ -298,6 +303,15 @@ def test_names_of_other_trainers_find_the_flag(typed, meant):
         flags[meant[0]].parse(meant[1])
     else:
         assert translated(["train", typed, "1", f"{typed}=2"]) == ["train", meant[0], "1", f"{meant[0]}=2"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"), [(["help"], "usage: hyperbatch [-h]"), (["help", "eval"], "usage: hyperbatch eval")]
+)
+def test_help_is_no_unknown_verb(capsys, words, line):
+    with pytest.raises(SystemExit):
+        main(words)
+    assert capsys.readouterr().out.startswith(line)
 
 
 def test_underscores_in_flags_are_dashes():
