@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -211,6 +212,26 @@ def head_layer(model: nn.Module) -> str | None:
     return names[-1] if names else None
 
 
+@contextlib.contextmanager
+def buffers_restored(model: nn.Module) -> Iterator[None]:
+    """Runs the block, and restores the model's buffers afterwards: forward may change or replace them."""
+    buffers = [
+        (module._buffers, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for places, name, buffer, saved in buffers:
+                places[name] = buffer
+                if not any(
+                    stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
+                ):
+                    buffer.copy_(saved)  # torch does not write to an expanded tensor, whose elements share memory
+
+
 def backward_order(model: nn.Module, run_backward: Callable[[], None]) -> list[str]:
     """Returns the names of the trainable parameters in the order in which one probe backward finishes their gradients.
 
@@ -227,31 +248,19 @@ def backward_order(model: nn.Module, run_backward: Callable[[], None]) -> list[s
 
         return hook
 
-    buffers = [
-        (module._buffers, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
     grads = [(param, param.grad) for _, param in named]
     for param, _ in grads:
         param.grad = None
     handles = [param.register_post_accumulate_grad_hook(record(name)) for name, param in named]
     cuda_devices = sorted({param.device.index for _, param in named if param.device.type == "cuda"})
     try:
-        with torch.random.fork_rng(devices=cuda_devices):
+        with buffers_restored(model), torch.random.fork_rng(devices=cuda_devices):
             run_backward()
     finally:
         for handle in handles:
             handle.remove()
         for param, grad in grads:
             param.grad = grad
-        with torch.no_grad():
-            for places, name, buffer, saved in buffers:
-                places[name] = buffer  # forward may have replaced the tensor
-                if not any(
-                    stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
-                ):
-                    buffer.copy_(saved)  # torch does not write to an expanded tensor, whose elements share memory
     if named and not finished:
         raise InputError(
             "run_backward has computed no gradient of the model; give a function that ends with loss.backward()"

@@ -25,7 +25,7 @@ from hyperbatch.models import smoothed_cross_entropy
 from hyperbatch.models.layers import in_evaluation
 from hyperbatch.models.norm import persistent_buffers
 from hyperbatch.optim.precision import working_dtype
-from hyperbatch.params import HALF_DTYPES, backward_order
+from hyperbatch.params import HALF_DTYPES, backward_order, buffers_restored
 from hyperbatch.plan import fit
 from hyperbatch.plan.strategies import group_options, plan_groups
 from hyperbatch.plan.types import GroupPlan
@@ -83,9 +83,11 @@ def probe(model: nn.Module, images: Tensor, classes: int | None = None) -> tuple
 
 
 def probe_evaluation(model: nn.Module, images: Tensor, classes: int) -> None:
-    """Raises InputError if the model cannot evaluate such images. Otherwise a run might fail only after hours."""
+    """Raises InputError if the model cannot evaluate such images. Otherwise a run might fail only after hours. Buffers
+    are restored: a model may cache tensors in them, here in fp32, and a resumed run is not tested again."""
     images = images.to(next(model.parameters()).dtype)
-    with _told_in_a_line("evaluate", images, "--eval-size"), cudnn_trials(False), in_evaluation(model):
+    told = _told_in_a_line("evaluate", images, "--eval-size")
+    with told, cudnn_trials(False), in_evaluation(model), buffers_restored(model):
         _logits(model, images, classes)
 
 

@@ -9,21 +9,11 @@ from torch import Tensor
 
 from hyperbatch.errors import InputError
 from hyperbatch.optim.naming import title
-from hyperbatch.optim.tensors import write_setting
+from hyperbatch.optim.tensors import TORCHS, is_idle, write_setting
 
 if TYPE_CHECKING:
     from hyperbatch.optim.base import LayerwiseOptimizer
 
-# Keys that only torch's optimizers save, and the values that have no effect in ours; None means any value.
-TORCHS = {
-    "amsgrad": (False,),
-    "dampening": (0,),
-    "decoupled_weight_decay": (True,),
-    "maximize": (False,),
-    "differentiable": None,
-    "foreach": None,
-    "fused": None,
-}
 # Settings that only one rule has, ours or torch's: they tell whose momentum_buffer it is. SGD's fits LARS and Muon.
 WHOSE = {"momentum_rule": "lars", "adjust_lr": "muon", "adjust_lr_fn": "muon"}
 
@@ -124,12 +114,12 @@ def _take_over_torchs(
         group["adjust_lr"] = group.pop("adjust_lr_fn") or "original"
         for index, buffer in buffers.items():  # torch's buffer is an average
             states[index] = {**states[index], "momentum_buffer": buffer / (1 - group["momentum"])}
-    for name, values in TORCHS.items():
+    for name in TORCHS:
         if name not in group or name in optimizer.defaults:
             continue
+        idle = is_idle(group, name)
         value = group.pop(name)
-        is_idle = name == "decoupled_weight_decay" and group["weight_decay"] == 0
-        if values is not None and value not in values and not is_idle:
+        if not idle:
             raise InputError(
                 f"the state dict was saved with {name}={value}, which {type(optimizer).__name__} does not support; "
                 f"{advice}"

@@ -17,6 +17,17 @@ from hyperbatch.errors import shown
 from hyperbatch.kernels import has_triton, interpreted
 from hyperbatch.params import is_dtensor
 
+# Settings that only torch's optimizers have, and the values that have no effect in ours; None means any value.
+TORCHS = {
+    "amsgrad": (False,),
+    "dampening": (0,),
+    "decoupled_weight_decay": (True,),
+    "maximize": (False,),
+    "differentiable": None,
+    "foreach": None,
+    "fused": None,
+}
+
 Scalar = float | Tensor  # a Tensor stays on the device: capturable rates, loss scales
 
 
@@ -41,11 +52,22 @@ def check_setting(name: str, value: Any, kind: Any) -> None:
         raise ValueError(f"{name} must be True or False, not {shown(value)}")
 
 
+def is_idle(group: dict[str, Any], name: str) -> bool:
+    """Whether a setting of torch's (`TORCHS`) has a value in this group that changes nothing."""
+    values = TORCHS[name]
+    without_decay = name == "decoupled_weight_decay" and group["weight_decay"] == 0
+    return values is None or group[name] in values or without_decay
+
+
 def check_keys(group: dict[str, Any], settings: Collection[str]) -> None:
-    """ValueError where a key looks like a setting misspelt, which would do nothing. Keys of one's own are welcome."""
+    """ValueError where a key looks like a setting misspelt, or is a setting of torch's that would do nothing here. Keys
+    of one's own are welcome."""
     own = group.keys() - settings - {"params", "param_names"}
     if not own:
         return
+    for key in sorted(own & TORCHS.keys()):
+        if not is_idle(group, key):
+            raise ValueError(f"{key}={group[key]} is a setting of torch's optimizers that this one does not support")
     import difflib
 
     for key in sorted(map(str, own)):

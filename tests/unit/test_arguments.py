@@ -11,6 +11,7 @@ from torch import nn
 from hyperbatch import (
     LAMB,
     LARS,
+    AdamW,
     Arena,
     GradSync,
     GridComm,
@@ -101,6 +102,16 @@ def test_a_setting_of_one_group():
 def test_a_misspelt_key_of_a_group(key, meant):
     with pytest.raises(ValueError, match=f"'{key}' is no setting of a param group; did you mean '{meant}'"):
         LARS([{"params": layer().parameters(), key: 0}], lr=0.1)
+
+
+@pytest.mark.parametrize(("key", "value"), [("maximize", True), ("amsgrad", True), ("decoupled_weight_decay", False)])
+def test_a_setting_of_torchs_that_would_do_nothing_is_named(key, value):
+    """A group of torch's optimizers with the values that change nothing is accepted."""
+    groups = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))]).state_dict()["param_groups"]
+    group = {**groups[0], "params": [torch.nn.Parameter(torch.ones(3))]}
+    AdamW([group])
+    with pytest.raises(ValueError, match=f"{key}={value} is a setting of torch's optimizers that this one does not"):
+        AdamW([{**group, key: value}])
 
 
 def test_groups_may_have_keys_of_ones_own():

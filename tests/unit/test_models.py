@@ -1,5 +1,7 @@
 """The built-in models: torchvision's names and sizes, both stems, 16-bit working weights, foreign models."""
 
+import os
+import subprocess
 import sys
 import types
 
@@ -434,6 +436,25 @@ def test_adopted_layers_are_torchs_in_one_dtype_and_work_in_two(torchs, shape):
     got = ours(x.bfloat16())
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.float(), expect, rtol=0.05, atol=0.05)  # bf16: 8 bits
+
+
+GARBAGE = """
+import torch
+from hyperbatch.models.layers import Conv2d
+
+for groups in (1, 64):
+    layer = Conv2d(64, 64, 3, 2, 1, groups=groups).to(torch.bfloat16, memory_format=torch.channels_last)
+    images = torch.ones(4, 64, 1, 1, dtype=torch.bfloat16)
+    layer(images).float().sum().backward()
+    expect = torch.zeros(3, 3)
+    expect[1, 1] = 4.0
+    assert torch.equal(layer.weight.grad.float(), expect.expand(64, 64 // groups, 3, 3)), groups
+"""
+
+
+def test_a_strided_kernel_over_one_pixel_has_no_gradient_beside_it():
+    """torch 2.13 leaves what was in memory there, in bf16 on a CPU. glibc fills memory with large numbers here."""
+    subprocess.run([sys.executable, "-c", GARBAGE], check=True, env={**os.environ, "MALLOC_PERTURB_": "128"})
 
 
 def test_adopt_leaves_subclasses_alone():

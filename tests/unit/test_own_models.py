@@ -448,6 +448,24 @@ def test_a_probe_puts_buffers_back_that_forward_has_replaced():
     assert torch.equal(before, torch.zeros(128))
 
 
+def test_a_probe_of_evaluation_leaves_no_tensor_behind():
+    """A table that it computes in fp32 would stay in a run of 16 bits, but not in the resumed one."""
+
+    class Table(Network):
+        def __init__(self, classes):
+            super().__init__(classes)
+            self.register_buffer("table", torch.zeros(0), persistent=False)
+
+        def forward(self, images):
+            if not len(self.table):
+                self.table = torch.arange(128.0).to(self.head.weight.dtype)
+            return self.head(self.body(images) * self.table)
+
+    network = Table(3)
+    measure.probe_evaluation(network, torch.zeros(2, 1, 8, 8), 3)
+    assert not len(network.table)
+
+
 def test_a_probe_leaves_expanded_buffers_alone():
     network = Centred(3)
     assert len(backward_order(network, lambda: network(torch.ones(2, 1, 8, 8)).sum().backward())) == 6
