@@ -18,6 +18,7 @@ with --resume auto.
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import sys
 import time
@@ -49,6 +50,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has closed it, as `| head` does
         discard_output()
         return 0
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return _fail(InputError(f"{error.filename}: {error.strerror}; give a shorter one"), 2)
 
 
 def command() -> NoReturn:

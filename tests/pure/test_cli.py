@@ -163,6 +163,8 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "digits", "cifar10"], "'cifar10' is an unexpected argument"),
         (["train", "--resume", "."], "'.' is a path and not a recipe; give data with --data"),
         (["train", "a" * 300], "unknown recipe 'aaa"),
+        (["train", "--out", "a" * 300], "a: File name too long; give a shorter one"),
+        (["report", "a" * 300], "a: File name too long; give a shorter one"),
         (["train", "--recipe", "digits"], "write the name of the recipe without a flag"),
         (["train", "--resume", "--out", "nowhere"], "nowhere does not exist"),
         (["train", "--resume"], "--resume needs the folder of the run to continue; add --out DIR"),
