@@ -15,6 +15,7 @@ class InputError(ValueError):
     with code 2."""
 
     on_all_ranks = False  # whether every rank knows it, so that rank 0 prints it for all
+    on_host = True  # whether the other ranks of this host know it, so that the first of them prints it
 
 
 class Damaged(InputError):
@@ -25,7 +26,7 @@ class RunFailed(RuntimeError):
     """A run that cannot continue. The message says in one line why, where, and what to try. The command prints it and
     exits with code 1."""
 
-    on_all_ranks = False  # as of InputError
+    on_all_ranks, on_host = False, False  # as of InputError
     words: Mapping[str, Any] = MappingProxyType({})  # describe the first failure, if it is known (engine/ending.py)
 
 

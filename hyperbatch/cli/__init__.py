@@ -18,6 +18,7 @@ with --resume auto.
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import sys
 import time
@@ -49,6 +50,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has closed it, as `| head` does
         discard_output()
         return 0
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return _fail(InputError(f"{error.filename}: {error.strerror}; give a shorter one"), 2)
 
 
 def command() -> NoReturn:
@@ -69,13 +74,12 @@ def command() -> NoReturn:
 
 def _fail(error: InputError | RunFailed | str, code: int) -> int:
     """Prints the error on rank 0 and returns the code. Before the ranks have met, each knows only its own errors: a
-    file or a GPU that is missing on its host, which the host's first rank prints, or a connection that failed."""
+    file that is missing on its host, which the host's first rank prints, a missing GPU, or a connection that failed."""
     place = place_of_rank()
     if place is not None and place.rank > 0:
         if code == 2:
             time.sleep(RANK_0_S)
-        of_all = isinstance(error, (str, Interrupted)) or error.on_all_ranks
-        if of_all or (place.local_rank > 0 and isinstance(error, InputError)):
+        if isinstance(error, (str, Interrupted)) or error.on_all_ranks or (place.local_rank > 0 and error.on_host):
             return code
         error = f"rank {place.rank} (host {socket.gethostname()}): {error}"
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def add(verb: AddVerb) -> None:
 def _sweep(args: argparse.Namespace) -> int:
     from hyperbatch.sweep import command
 
-    plan_file, out = Path(args.plan), Path(args.out).expanduser() if args.out else None
+    plan_file, out = Path(args.plan), Path(os.path.expanduser(args.out)) if args.out else None
     _check_flags(args)
     if args.dry_run:
         from hyperbatch.sweep.plan import load_plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -131,7 +132,7 @@ def config_of(args: argparse.Namespace) -> Config:
     from hyperbatch.recipes import all_recipes
     from hyperbatch.recipes.files import layered, read_config
 
-    if args.recipe and args.recipe not in all_recipes() and Path(args.recipe).exists():
+    if args.recipe and args.recipe not in all_recipes() and os.path.exists(args.recipe):  # False for an impossible path
         raise InputError(
             f"{args.recipe!r} is a path and not a recipe; give data with --data, a config with --config, weights with "
             "--init-from, and a run to continue with --resume --out"

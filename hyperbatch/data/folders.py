@@ -15,7 +15,7 @@ from typing import IO, NamedTuple, Protocol
 
 import numpy as np
 
-from hyperbatch.data.source import BadSample, EncodedSource, Location
+from hyperbatch.data.source import BadSample, EncodedSource, Location, max_open_files
 from hyperbatch.data.tars import plain_files
 from hyperbatch.errors import InputError
 from hyperbatch.memory import free_host_memory_bytes
@@ -204,9 +204,43 @@ def class_names(tree: Tree) -> tuple[str, ...]:
     return tuple(names)
 
 
+class Content:
+    """The bytes of an archive: a file, or a compressed tar that was unpacked into memory."""
+
+    def __init__(self, path: Path, data: Path | bytes) -> None:
+        self.path = path  # path of the archive, for messages
+        self._data = data
+        self.file = str(data) if isinstance(data, Path) else None  # a file that other processes can read
+        self.length = data.stat().st_size if isinstance(data, Path) else len(data)
+        self._descriptor = -1
+
+    def open(self) -> None:
+        """Opens the file for all later reads. Raises InputError if it cannot be opened."""
+        if self.file is not None and self._descriptor < 0:
+            try:
+                self._descriptor = os.open(self.file, os.O_RDONLY)
+            except OSError as error:
+                raise InputError(f"{self.path} cannot be read: {error.strerror}; check its permissions") from error
+
+    def close(self) -> None:
+        """Closes the file. Each later read opens it again."""
+        if getattr(self, "_descriptor", -1) >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    __del__ = close
+
+    def read(self, offset: int, length: int) -> bytes:
+        if isinstance(self._data, bytes):
+            return self._data[offset : offset + length]
+        if self._descriptor >= 0:
+            return os.pread(self._descriptor, length, offset)
+        with open(self._data, "rb") as file:
+            return os.pread(file.fileno(), length, offset)
+
+
 class TarSource(EncodedSource):
-    """One split from tars with members SPLIT/CLASS/.../FILE. Compressed tars are unpacked into memory. Plain ones are
-    opened for each read, because there may be more of them than the process may open.
+    """One split from tars with members SPLIT/CLASS/.../FILE. Compressed tars are unpacked into memory.
 
     Nothing is extracted to disk, so a member's path is only a label. Symbolic links, devices, and odd and hidden paths
     are skipped.
@@ -214,12 +248,12 @@ class TarSource(EncodedSource):
 
     def __init__(self, paths: list[Path], split: str) -> None:
         self._paths = paths
-        self._contents = [_unpacked(path) for path in paths]
+        self._contents = [Content(path, _content(path)) for path in paths]
         # (tar, class, file) -> (offset, length). If a tar holds a file twice, the later one counts.
         found: dict[tuple[int, str, str], tuple[int, int]] = {}
         for number, (path, content) in enumerate(zip(paths, self._contents, strict=True)):
             try:
-                with open(path, "rb") if content is None else io.BytesIO(content) as tar:
+                with open(path, "rb") if content.file else io.BytesIO(content.read(0, content.length)) as tar:
                     for name, offset, length in plain_files(tar):
                         *folders, file = path_parts(name)
                         if len(folders) < 2 or folders[0] != split or not is_image(file):
@@ -234,16 +268,13 @@ class TarSource(EncodedSource):
         super().__init__(split, tuple(unique.tolist()), labels.astype(np.int64))
         self._names = np.array([os.fsencode(name) for _, _, name in found])
         self._spans = np.array([(number, *span) for (number, _, _), span in found.items()], dtype=np.int64)
+        for content in self._contents[: max_open_files()]:
+            content.open()
 
     def read(self, index: int) -> bytes:
         number, offset, size = (int(v) for v in self._spans[index])
-        content = self._contents[number]
         try:
-            if content is None:
-                with open(self._paths[number], "rb") as file:
-                    data = os.pread(file.fileno(), size, offset)
-            else:
-                data = content[offset : offset + size]
+            data = self._contents[number].read(offset, size)
         except OSError as error:
             raise BadSample(f"{self.describe(index)}: {error.strerror}") from error
         if len(data) != size:
@@ -320,8 +351,8 @@ def check_readable(path: Path) -> None:
         raise InputError(f"{path} cannot be read: {os.strerror(errno.EACCES)}; check its permissions")
 
 
-def _unpacked(path: Path) -> bytes | None:
-    """Returns the content of a compressed tar, and None for a plain one."""
+def _content(path: Path) -> Path | bytes:
+    """Returns the content of a compressed tar, and the path of a plain one."""
     check_readable(path)
     try:
         if path.name.endswith(".xz"):
@@ -334,7 +365,7 @@ def _unpacked(path: Path) -> bytes | None:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path} cannot be read: {error}; fetch or write it again") from error
-    return None
+    return path
 
 
 def read_into_memory(file: IO[bytes] | gzip.GzipFile, path: Path) -> bytes:

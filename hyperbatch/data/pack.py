@@ -123,7 +123,7 @@ def pack(
     recompress = Recompress(short_side=short_side, quality=quality, decoded=decoded)
     if is_address(str(dst)):
         raise InputError(f"{dst} is an address; pack into a folder of this machine, and copy the folder to the address")
-    src, dst = data_path(DataConfig(dataset="images", data=str(src))), Path(dst).expanduser()
+    src, dst = data_path(DataConfig(dataset="images", data=str(src))), Path(os.path.expanduser(dst))
     _, sources = open_splits(src, split)
     if any(isinstance(source, ShardSource) for source in sources.values()):
         raise InputError(f"{src} is packed already; give the folder tree or tars it was made from")

@@ -372,7 +372,7 @@ def data_path(config: DataConfig) -> Path:
         from hyperbatch.data.remote.source import fetched
 
         return fetched(_address(config))
-    folder = Path(config.data).expanduser()  # a DataConfig of the user may contain ~
+    folder = Path(os.path.expanduser(config.data))  # a DataConfig of the user may contain ~
     if not is_there(folder):
         raise InputError(f"data folder {folder} does not exist; check --data")
     if not folder.is_dir():

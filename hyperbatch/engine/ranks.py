@@ -306,14 +306,16 @@ def host_group(timeout_s: float = 300.0) -> dist.ProcessGroup | None:
 
 def _gpu_index(ranks: Ranks, gpus: int) -> int:
     """Returns the index of this rank's GPU among those it sees: all of the host's, or only its own (srun
-    --gpus-per-task=1)."""
+    --gpus-per-task=1, torchrun --virtual-local-rank)."""
     if gpus == 1 and ranks.launcher == "slurm":
         return 0
-    if ranks.local_size > gpus:  # on every rank of this host
-        raise InputError(
-            f"{ranks.local_size} processes on {socket.gethostname()}, but torch sees {gpus} GPUs; "
-            f"start one process per GPU"
+    if ranks.local_rank >= gpus:
+        error = InputError(
+            f"there is no GPU for local rank {ranks.local_rank} on {socket.gethostname()}, where torch sees {gpus}; "
+            "start one process per GPU"
         )
+        error.on_host = ranks.local_rank > gpus  # the first rank without a GPU prints it
+        raise error
     return ranks.local_rank
 
 

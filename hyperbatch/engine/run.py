@@ -143,7 +143,7 @@ def check_equal_config(config: Config, ranks: Ranks, device: torch.device) -> No
     ranks would wait for each other, or train on samples that were drawn twice."""
     if ranks.world_size == 1:
         return
-    lines = [f"hyperbatch {__version__}", f"recipe {config.recipe}", f"the {device.type} as its device"]
+    lines = [f"hyperbatch {__version__}", f"recipe {config.recipe}", f"device {device.type}"]
     for spec in fields():
         if spec.name not in OWN_FIELDS:
             value = spec.of(config)

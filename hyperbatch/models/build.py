@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from hyperbatch.config import ModelConfig
 from hyperbatch.errors import InputError, check_whole, first_line, load_object, nearest, own_code
@@ -283,13 +283,13 @@ def _check_modules(model: nn.Module, path: str) -> None:
             raise InputError(f"{what}; return the network inside of it, which a run distributes by itself (--nproc)")
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(f"{what}, which torch.jit has compiled; return the module that it was made of")
-        for param in module.parameters(recurse=False):
-            if isinstance(param, UninitializedParameter):
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if is_lazy(tensor):
                 raise InputError(
                     f"{what}, whose size is not known before its first batch; give the number of its inputs, or run "
                     "the network once where it is built"
                 )
-            if param.is_meta and torch.get_default_device().type != "meta":  # --dry-run builds it on the meta device
+            if tensor.is_meta and torch.get_default_device().type != "meta":  # --dry-run builds it on the meta device
                 raise InputError(f"{what} on torch's meta device, without values; build it on the CPU")
 
 

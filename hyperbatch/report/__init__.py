@@ -32,5 +32,7 @@ def write_report(folders: list[Path], output: Path | None = None) -> Path:
         replace_text(path, text)
     except (OSError, ValueError, RuntimeError) as error:  # other types: null bytes; loops of links
         reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"cannot write the report to {path}: {reason}; choose another --output") from None
+        raise InputError(
+            f"cannot write the report to {path}: {reason}; `hyperbatch report RUN --output FILE` writes it elsewhere"
+        ) from None
     return path

@@ -15,6 +15,7 @@ from hyperbatch.cli import sweep as sweep_verb
 from hyperbatch.cli.flags import SYNONYMS, translated
 from hyperbatch.cli.parser import build_parser
 from hyperbatch.config import fields, section_titles
+from hyperbatch.errors import InputError
 
 ROOT = Path(__file__).parents[2]
 
@@ -161,6 +162,9 @@ def test_json_is_one_object_and_nothing_else(capsys, arguments):
         (["train", "--eval-size", "0"], "--eval-size 0: must be positive"),
         (["train", "digits", "cifar10"], "'cifar10' is an unexpected argument"),
         (["train", "--resume", "."], "'.' is a path and not a recipe; give data with --data"),
+        (["train", "a" * 300], "unknown recipe 'aaa"),
+        (["train", "--out", "a" * 300], "a: File name too long; give a shorter one"),
+        (["report", "a" * 300], "a: File name too long; give a shorter one"),
         (["train", "--recipe", "digits"], "write the name of the recipe without a flag"),
         (["train", "--resume", "--out", "nowhere"], "nowhere does not exist"),
         (["train", "--resume"], "--resume needs the folder of the run to continue; add --out DIR"),
@@ -434,6 +438,22 @@ def test_each_host_says_what_is_wrong_and_waits_for_rank_0(capsys, monkeypatch, 
     else:
         assert err.startswith(said)
         assert err.count("did you mean '--epochs'?") == 1
+
+
+def test_a_mistake_that_only_one_rank_of_a_host_sees_is_printed_by_it(capsys, monkeypatch):
+    """Its local rank may have no GPU."""
+    monkeypatch.setattr("hyperbatch.cli.time.sleep", lambda _: None)
+    for name, value in (("RANK", 3), ("WORLD_SIZE", 4), ("LOCAL_RANK", 3), ("LOCAL_WORLD_SIZE", 4)):
+        monkeypatch.setenv(name, str(value))
+    error = InputError("there is no GPU")
+    error.on_host = False
+
+    def fails(_):
+        raise error
+
+    monkeypatch.setattr("hyperbatch.cli.parse", fails)
+    assert main([]) == 2
+    assert re.fullmatch(r"hyperbatch: rank 3 \(host .*\): there is no GPU\n", capsys.readouterr().err)
 
 
 def test_a_dry_run_under_a_launcher_is_printed_once(capsys, monkeypatch, tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from hyperbatch import kernels
-from hyperbatch.engine.ranks import Ranks, _leave_processors_to_nccl, find_ranks, first_host, resolve
+from hyperbatch.engine.ranks import Ranks, _gpu_index, _leave_processors_to_nccl, find_ranks, first_host, resolve
 from hyperbatch.errors import InputError
 
 
@@ -129,3 +129,22 @@ def test_kernels_are_told_how_many_processors_nccl_may_take(monkeypatch, world, 
         monkeypatch.setenv("NCCL_MAX_CTAS", limit)
     _leave_processors_to_nccl(Ranks(world_size=world))
     assert kernels.processors_left == left
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "gpus", "launcher", "index"),
+    [(3, 4, "torchrun", 3), (3, 1, "slurm", 0), (0, 1, "torchrun", 0)],
+    ids=["all GPUs of the host", "srun --gpus-per-task=1", "torchrun --virtual-local-rank"],
+)
+def test_the_gpu_of_a_rank(local_rank, gpus, launcher, index):
+    assert _gpu_index(Ranks(local_rank=local_rank, local_size=4, launcher=launcher), gpus) == index
+
+
+def test_the_first_rank_without_a_gpu_says_so():
+    """Those before it have found no mistake, and wait for the others."""
+    told = []
+    for local_rank in range(2, 4):
+        with pytest.raises(InputError, match=f"no GPU for local rank {local_rank} on .*, where torch sees 2") as failed:
+            _gpu_index(Ranks(local_rank=local_rank, local_size=4, launcher="torchrun"), 2)
+        told.append(not failed.value.on_host)
+    assert told == [True, False]

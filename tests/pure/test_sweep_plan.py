@@ -271,6 +271,14 @@ def test_no_path_of_a_config_makes_a_folder_named_tilde(tmp_path, monkeypatch):
     assert values == [spec.parse("~/x") for spec in fields() if spec.name in names] == [str(tmp_path / "x")] * 4
 
 
+def test_a_home_folder_that_nobody_has_is_a_name_like_any_other(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "cifar10", "--data=~nobody-here/x"]) == 2
+    assert "data folder ~nobody-here/x does not exist" in capsys.readouterr().err
+    assert cli.main(["sweep", "plan.toml", "--out=~nobody-here/x"]) == 2
+    assert "plan plan.toml: cannot be read" in capsys.readouterr().err
+
+
 def test_a_mistake_that_only_the_data_shows_is_told_before_anything_is_run(tmp_path, capsys):
     path = tmp_path / "plan.toml"
     path.write_text('recipe = "digits"\n[fixed]\nnproc = 2\n[grid]\nglobal_batch = [64, 65]\n')

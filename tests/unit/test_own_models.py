@@ -185,6 +185,14 @@ class Lazy(Network):
         self.head = nn.LazyLinear(classes)
 
 
+class LazyNorm(Network):
+    """It has no parameters, but buffers."""
+
+    def __init__(self, classes):
+        super().__init__(classes)
+        self.norm = nn.LazyBatchNorm1d(affine=False)
+
+
 class Nowhere(Network):
     def __init__(self, classes):
         with torch.device("meta"):
@@ -273,6 +281,7 @@ def test_a_network_trains_resumes_and_is_exported_as_any_other(name, values, tmp
         ("Detached", {}, "depend on no parameter that is trained"),
         ("Complex", {}, r"a parameter of Complex is torch.complex64"),
         ("Lazy", {}, "head is a LazyLinear, whose size is not known before its first batch"),
+        ("LazyNorm", {}, "norm is a LazyBatchNorm1d, whose size is not known before its first batch"),
         ("Nowhere", {}, "body.0 is a Conv2d on torch's meta device"),
         ("parallel", {}, "the network is a DataParallel; return the network inside of it"),
         ("scripted", {}, "which torch.jit has compiled"),

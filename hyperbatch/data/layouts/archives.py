@@ -23,6 +23,7 @@ import numpy as np
 
 from hyperbatch.data import kept
 from hyperbatch.data.folders import (
+    Content,
     Listed,
     check_readable,
     decoded,
@@ -56,41 +57,6 @@ MEMBER = np.dtype(
         ("deflated", "?"),
     ]
 )
-
-
-class Content:
-    """The bytes of an archive: a file, or a compressed tar that was unpacked into memory."""
-
-    def __init__(self, path: Path, data: Path | bytes) -> None:
-        self.path = path  # path of the archive, for messages
-        self._data = data
-        self.file = str(data) if isinstance(data, Path) else None  # a file that other processes can read
-        self.length = data.stat().st_size if isinstance(data, Path) else len(data)
-        self._descriptor = -1
-
-    def open(self) -> None:
-        """Opens the file for all later reads. Raises InputError if it cannot be opened."""
-        if self.file is not None and self._descriptor < 0:
-            try:
-                self._descriptor = os.open(self.file, os.O_RDONLY)
-            except OSError as error:
-                raise InputError(f"{self.path} cannot be read: {error.strerror}; check its permissions") from error
-
-    def close(self) -> None:
-        """Closes the file. Each later read opens it again."""
-        if getattr(self, "_descriptor", -1) >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    __del__ = close
-
-    def read(self, offset: int, length: int) -> bytes:
-        if isinstance(self._data, bytes):
-            return self._data[offset : offset + length]
-        if self._descriptor >= 0:
-            return os.pread(self._descriptor, length, offset)
-        with open(self._data, "rb") as file:
-            return os.pread(file.fileno(), length, offset)
 
 
 class MemberSource(EncodedSource):

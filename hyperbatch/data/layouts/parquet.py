@@ -18,8 +18,8 @@ from typing import IO, Any
 import numpy as np
 
 from hyperbatch.data import kept
-from hyperbatch.data.folders import Listed, check_readable
-from hyperbatch.data.layouts.archives import Content, MemberSource, plain_rows
+from hyperbatch.data.folders import Content, Listed, check_readable
+from hyperbatch.data.layouts.archives import MemberSource, plain_rows
 from hyperbatch.data.layouts.found import (
     TRAIN,
     Found,

@@ -18,10 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from hyperbatch.data import kept
-from hyperbatch.data.folders import Listed, is_image
+from hyperbatch.data.folders import Content, Listed, is_image
 from hyperbatch.data.layouts.archives import (
     TAR_SUFFIXES,
-    Content,
     MemberSource,
     plain_rows,
     tar_content,
