@@ -284,6 +284,7 @@ def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append
     try:
         plan = dst / PLAN
         held: dict[str, Any] = {"splits": {}}
+        stale: list[Path] = []
         if holds_plan(dst):
             held = json.loads(plan.read_text())
             if "splits" not in held:
@@ -294,7 +295,7 @@ def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append
                     f"{dst} holds a pack with another shard size, or other options for its images; give an empty folder"
                 )
             if (dst / MANIFEST).exists():
-                _forget_unfinished(dst, held["splits"], wanted)
+                stale = _forget_unfinished(dst, held["splits"], wanted)
         elif any(path != part_of(plan) for path in dst.iterdir()):
             raise InputError(f"{dst} is not empty and holds no pack; give an empty folder")
         elif append:
@@ -312,6 +313,8 @@ def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append
             have |= classes
         if append and not (dst / MANIFEST).exists():
             raise InputError(f"--append: the pack in {dst} is not complete; finish it first")
+        for path in stale:
+            path.unlink()
         write_atomically(plan, json.dumps({"format": FORMAT, "options": options, "splits": merged}).encode())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, InputError):
@@ -319,10 +322,11 @@ def _claim(dst: Path, options: str, wanted: dict[str, dict[str, str]], *, append
         raise _cannot_pack(dst, error) from error
 
 
-def _forget_unfinished(dst: Path, held: dict[str, dict[str, str]], wanted: dict[str, dict[str, str]]) -> None:
-    """Removes the classes of an interrupted addition that have changed since, and all of its shards, from a complete
-    pack. The manifest does not list them."""
-    manifest = read_manifest(dst)
+def _forget_unfinished(dst: Path, held: dict[str, dict[str, str]], wanted: dict[str, dict[str, str]]) -> list[Path]:
+    """Removes the classes of an interrupted addition that have changed since from `held`, the classes of a complete
+    pack. Returns the files of this addition, which the manifest does not list, in the order in which they must be
+    removed."""
+    manifest, stale = read_manifest(dst), []
     for name in held.keys() & wanted.keys():
         split = manifest.splits.get(name)
         packed = {manifest.classes[number] for number in split.classes} if split else set()
@@ -331,10 +335,9 @@ def _forget_unfinished(dst: Path, held: dict[str, dict[str, str]], wanted: dict[
             continue
         held[name] = {each: found for each, found in held[name].items() if each in packed}
         listed = {Path(shard.name).stem for shard in split.shards} if split else set()
-        # The indexes first: an index means that its shard is complete.
-        for path in sorted(dst.glob(f"{name}-*"), key=lambda path: path.suffix != ".npy"):
-            if path.name.partition(".")[0] not in listed:
-                path.unlink()
+        stale += [path for path in dst.glob(f"{name}-{6 * '[0-9]'}*") if path.name.partition(".")[0] not in listed]
+    # The indexes first: an index means that its shard is complete.
+    return sorted(stale, key=lambda path: path.suffix != ".npy")
 
 
 def _class_order(before: Manifest | None, sources: dict[str, EncodedSource]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ import os
 import resource
 import unicodedata
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -438,8 +439,9 @@ def _check_own(source: Source) -> None:
     # Checkpoints hold the names, and are read without other types, such as numpy's own texts.
     if not isinstance(names, tuple | list) or any(type(each) is not str for each in names):
         raise InputError(f"{name}: classes must be a tuple of str, got {shown(names)}; convert them with str()")
-    if len(set(names)) < len(names):
-        raise InputError(f"{name}: classes must have different names, got {shown(names)}")
+    for shared, count in Counter(names).most_common(1):
+        if count > 1:
+            raise InputError(f"{name}: {count} classes are called {shared!r}; give each of them another name")
     checked_labels(name, source.labels, len(source.classes))
     check_colors(name, source.channels, source.mean, source.std)
     if not isinstance(source, ArraySource | EncodedSource):

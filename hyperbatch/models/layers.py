@@ -50,14 +50,9 @@ class Conv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         dtype = self.weight.dtype
-        if (
-            dtype in HALF_DTYPES
-            and input.device.type == "cpu"
-            and input.shape[2:].numel() == 1
-            and self.stride != (1, 1)
-        ):
-            # In bf16 on a CPU, the gradient of a strided kernel over a single pixel contains whatever was in memory
-            # at the places that the pixel does not reach (torch 2.13).
+        if dtype in HALF_DTYPES and input.device.type == "cpu" and input.shape[-1] < self.stride[1]:
+            # In bf16 on a CPU, the gradient of a kernel whose stride is larger than the width of the images contains
+            # whatever was in memory at the places that no pixel reaches (torch 2.13).
             bias = as_dtype(self.bias, torch.float32)
             return self._conv_forward(input.float(), self.weight.float(), bias).to(dtype)
         return self._conv_forward(input.to(dtype), self.weight, as_dtype(self.bias, dtype))

@@ -67,7 +67,9 @@ def check_keys(group: dict[str, Any], settings: Collection[str]) -> None:
         return
     for key in sorted(own & TORCHS.keys()):
         if not is_idle(group, key):
-            raise ValueError(f"{key}={group[key]} is a setting of torch's optimizers that this one does not support")
+            raise ValueError(
+                f"{key}={group[key]} is a setting of torch's optimizers that this one does not support; remove it"
+            )
     import difflib
 
     for key in sorted(map(str, own)):

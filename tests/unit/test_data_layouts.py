@@ -514,6 +514,14 @@ def test_class_folders_further_down_are_read_without_the_table_above_them(tmp_pa
     assert recognise(tmp_path / "set").kind == "folder"
 
 
+def test_a_set_further_down_is_read_without_a_table_of_other_paths_above_it(tmp_path):
+    (tmp_path / "set" / "shards").mkdir(parents=True)
+    for split in ("train", "val"):
+        Files().images(f"{split}/a/0.jpg", f"{split}/b/0.jpg").tar(tmp_path / "set" / "shards" / f"{split}.tar")
+    (tmp_path / "set" / "all.csv").write_text("path,label,split\n0.jpg,a,train\n1.jpg,b,train\n2.jpg,b,val\n")
+    assert recognise(tmp_path / "set").kind == "tars"
+
+
 def test_tables_in_parts(tmp_path):
     Files().images("0.jpg").folder(tmp_path)
     (tmp_path / "train.csv").write_text("path,label\n0.jpg,a\n")

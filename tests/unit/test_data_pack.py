@@ -137,6 +137,7 @@ def test_a_pack_that_was_killed_while_it_wrote_its_first_file_is_done_by_the_nex
 def test_classes_of_an_interrupted_addition_may_change_before_it_is_finished(tree, tmp_path, monkeypatch, append):
     """Otherwise the whole set had to be packed again."""
     pack(tree, tmp_path / "dst", shard_bytes=8000)
+    (tmp_path / "dst" / "train-notes.txt").write_text("of somebody")
     before = files(tmp_path / "dst")
     for split in ("train", "val"):
         shutil.copytree(tree / split / "a", tree / split / "c")
@@ -151,6 +152,15 @@ def test_classes_of_an_interrupted_addition_may_change_before_it_is_finished(tre
     with pytest.raises(InputError, match="interrupted"):
         pack(tree, tmp_path / "dst", shard_bytes=8000, append=True)
     monkeypatch.undo()
+    begun = files(tmp_path / "dst")
+    assert begun.keys() > before.keys()
+    shutil.copytree(tree, tmp_path / "other")
+    (tmp_path / "other" / "train" / "a" / "a.0.jpg").unlink()
+    shutil.rmtree(tmp_path / "other" / "train" / "c")
+    shutil.rmtree(tmp_path / "other" / "val" / "c")
+    with pytest.raises(InputError, match="holds a pack of other data"):
+        pack(tmp_path / "other", tmp_path / "dst", shard_bytes=8000)
+    assert files(tmp_path / "dst") == begun, "a refused command removes nothing"
     image = tree / "train" / "c" / "a.0.jpg"
     if append:  # pixels change and the size stays
         image.write_bytes(image.read_bytes()[::-1])

@@ -449,7 +449,7 @@ OWN = {
         (tuple(np.array(["a", "b"])), "own: classes must be a tuple of str"),
         (2, "own: classes must be a tuple of str, got 2"),
         ("ab", "own: classes must be a tuple of str, got 'ab'"),
-        (("a", "a"), "own: classes must have different names"),
+        (("a", "b", "a"), "own: 2 classes are called 'a'; give each of them another name"),
     ],
 )
 def test_own_classes_are_names(monkeypatch, classes, told, split):

@@ -442,17 +442,17 @@ GARBAGE = """
 import torch
 from hyperbatch.models.layers import Conv2d
 
-for groups in (1, 64):
-    layer = Conv2d(64, 64, 3, 2, 1, groups=groups).to(torch.bfloat16, memory_format=torch.channels_last)
-    images = torch.ones(4, 64, 1, 1, dtype=torch.bfloat16)
+for groups, stride, width in ((1, 2, 1), (64, 2, 1), (1, 3, 2), (1, (1, 3), 2)):
+    layer = Conv2d(64, 64, 3, stride, 1, groups=groups).to(torch.bfloat16, memory_format=torch.channels_last)
+    images = torch.ones(4, 64, 1, width, dtype=torch.bfloat16)
     layer(images).float().sum().backward()
     expect = torch.zeros(3, 3)
-    expect[1, 1] = 4.0
-    assert torch.equal(layer.weight.grad.float(), expect.expand(64, 64 // groups, 3, 3)), groups
+    expect[1, 1 : 1 + width] = 4.0
+    assert torch.equal(layer.weight.grad.float(), expect.expand(64, 64 // groups, 3, 3)), (groups, stride, width)
 """
 
 
-def test_a_strided_kernel_over_one_pixel_has_no_gradient_beside_it():
+def test_a_kernel_whose_stride_is_larger_than_the_images_has_no_gradient_beside_them():
     """torch 2.13 leaves what was in memory there, in bf16 on a CPU. glibc fills memory with large numbers here."""
     subprocess.run([sys.executable, "-c", GARBAGE], check=True, env={**os.environ, "MALLOC_PERTURB_": "128"})
 

@@ -228,7 +228,8 @@ def _further_down(folder: Path) -> Found | None:
         return inner[0] if inner else None
 
     # A set that was made from an image folder, such as packed shards, may lie next to it, so folders are tried first.
-    if found := only((_folder_tree,)) or split_table(folder) or only(_OF_SETS):
+    # Flat folders, which `_any_folder_tree` would recognise without their labels, may have a table here.
+    if found := only((_folder_tree,)) or only(_WITH_LABELS) or split_table(folder) or only((_any_folder_tree,)):
         return found
     files = [folder / name for name in tree.files() if name.endswith(archives.SUFFIXES)]
     if len(files) > 1:
@@ -238,7 +239,7 @@ def _further_down(folder: Path) -> Found | None:
 
 
 Layout = Callable[[Path], Found | None]
-_OF_SETS: tuple[Layout, ...] = (
+_WITH_LABELS: tuple[Layout, ...] = (
     _packed,
     _cifar,
     _folder_tree,
@@ -248,7 +249,6 @@ _OF_SETS: tuple[Layout, ...] = (
     _zips,
     tables,
     parquet,
-    _any_folder_tree,
 )
-_OF_FOLDERS: tuple[Layout, ...] = (*_OF_SETS, _further_down, only_table)
+_OF_FOLDERS: tuple[Layout, ...] = (*_WITH_LABELS, _any_folder_tree, _further_down, only_table)
 _OF_FILES: tuple[Layout, ...] = (_cifar, _archive, table_file)
