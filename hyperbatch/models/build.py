@@ -291,6 +291,8 @@ def _check_modules(model: nn.Module, path: str) -> None:
                 )
             if tensor.is_meta and torch.get_default_device().type != "meta":  # --dry-run builds it on the meta device
                 raise InputError(f"{what} on torch's meta device, without values; build it on the CPU")
+            if tensor.layout != torch.strided:
+                raise InputError(f"{what} with a sparse tensor; register a dense one, and make it sparse in forward")
 
 
 def _from_factory(build: Callable[..., Any], path: str, given: dict[str, Any], offered: dict[str, Any]) -> Any:

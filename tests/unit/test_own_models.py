@@ -199,6 +199,12 @@ class Nowhere(Network):
             super().__init__(classes)
 
 
+class Sparse(Network):
+    def __init__(self, classes):
+        super().__init__(classes)
+        self.register_buffer("neighbours", torch.eye(4).to_sparse())
+
+
 def parallel(classes):
     return nn.DataParallel(Network(classes))
 
@@ -283,6 +289,7 @@ def test_a_network_trains_resumes_and_is_exported_as_any_other(name, values, tmp
         ("Lazy", {}, "head is a LazyLinear, whose size is not known before its first batch"),
         ("LazyNorm", {}, "norm is a LazyBatchNorm1d, whose size is not known before its first batch"),
         ("Nowhere", {}, "body.0 is a Conv2d on torch's meta device"),
+        ("Sparse", {}, "the network is a Sparse with a sparse tensor"),
         ("parallel", {}, "the network is a DataParallel; return the network inside of it"),
         ("scripted", {}, "which torch.jit has compiled"),
         ("leaving", {}, r"raised SystemExit: 3 \(in leaving, .*test_own_models.py:\d+\)"),
